@@ -57,15 +57,19 @@ def whole_number(variable: str, default: int | None = None, *, least: int = 0) -
 _BYTES = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 
 
-def byte_count(variable: str) -> int | None:
-    """Return the number of bytes that a variable holds; None if it is not set, or empty.
+def byte_count(variable: str, default: str = "") -> int | None:
+    """Return the number of bytes that a variable holds; None if it is empty.
 
     The number may end in ``K``, ``M``, ``G`` or ``T``, powers of 1024, also as in ``512MiB``.
+
+    Args:
+        variable: Name of the variable.
+        default: What it holds where it is not set.
 
     Raises:
         ArgumentError: The variable holds something else.
     """
-    text = os.environ.get(variable, "")
+    text = os.environ.get(variable, default)
     if not text:
         return None
     match = re.fullmatch(r"(\d+)(?:([KMGT])(?:iB)?)?", text)

@@ -158,7 +158,7 @@ def test_more_tokens_take_no_less_memory() -> None:
 
 
 def test_a_group_keeps_as_many_mapped_outputs_as_are_counted() -> None:
-    assert client_memory.MOST_MAPPED == outputs._MOST_OUTPUTS
+    assert client_memory.MOST_OUTPUTS == outputs.MOST_OUTPUTS
 
 
 @pytest.mark.parametrize(

@@ -12,15 +12,13 @@ from interlace.comm.groups.reservation import GPU_GRANULARITY, MappedSize, Reser
 from interlace.costs.models import EmbeddingModel, LayerProduct, find_model
 from interlace.costs.time import SizedCall
 from interlace.errors import ArgumentError
+from interlace.gemm.implementations.outputs import MOST_OUTPUTS
 from interlace.gemm.operator import product_operator
 from interlace.gemm.reservations import on_gpu
 from interlace.gemm.terms import Terms
 from interlace.operators.gemm_all_reduce.config import MOST_NORMED_ROWS
 from interlace.operators.gemm_all_reduce.normed_launch import is_pushed
 from interlace.tuning.gpu import Gpu
-
-MOST_MAPPED = 8
-"""Number of mapped outputs that a group keeps, one for each number of rows."""
 
 _NORMED = "gemm_all_reduce_norm"
 
@@ -112,7 +110,7 @@ def _nbytes(reservations: list[Reservation], *, is_first: bool) -> int:
     total = sum(by_name.values()) + Reservation(output_bytes=buffer).nbytes(GPU_GRANULARITY)
     if is_first:
         return total + sum(map(_mapped_bytes, mapped))
-    return total + (MOST_MAPPED * _mapped_bytes(mapped[-1]) if mapped else 0)
+    return total + (MOST_OUTPUTS * _mapped_bytes(mapped[-1]) if mapped else 0)
 
 
 def _mapped_bytes(mapped: tuple[MappedSize, ...]) -> int:

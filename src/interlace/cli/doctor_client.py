@@ -152,9 +152,7 @@ def check_memory(client: Client, model: str, tokens: int, ranks: int, gpu: str) 
     if tokens < 1:
         raise ArgumentError(f"--tokens must be a positive number; got {tokens}.")
     memory = memory_of(client, model, tokens, ranks, gpu, torch.bfloat16)
-    limit = byte_count(LIMIT_VARIABLE)
-    if limit is None and client.limit and LIMIT_VARIABLE not in os.environ:
-        limit = int(client.limit[:-1]) << 30
+    limit = byte_count(LIMIT_VARIABLE, client.limit)
     first, most = (
         nbytes if limit is None else min(nbytes, limit) for nbytes in (memory.first, memory.most)
     )

@@ -149,9 +149,8 @@ def run(
         else:
             known = (known, epilogue.norm, epilogue.eps, epilogue.out_dtype, *epilogue.memory())
         if not ranges.is_listening():
-            result = group.recall(known)
-            if result is None and epilogue is None:
-                result = group.recall_form(form, known, x, w, bias)
+            is_plain = epilogue is None
+            result = group.recall_known(of_form, x, w, bias) if is_plain else group.recall(known)
             if result is not None:
                 return result
     impl = effective_impl(operator, impl)

@@ -171,9 +171,7 @@ def _recalled(
         return None  # it is copied in each call
     known = dispatch.known_call(operator, x, w, bias, out_dtype, gather, impl)
     with past_autograd():
-        result = known_to.recall(known)
-        if result is None:
-            result = known_to.recall_form(known[0], known, x, w, bias)
+        result = known_to.recall_known(known, x, w, bias)
     return None if result is None else (result,)
 
 

@@ -247,6 +247,18 @@ class Group:
             return None
         return again(self, operands, *tensors)
 
+    def recall_known(self, known: tuple[Hashable, Hashable], *tensors: torch.Tensor | None) -> Any:
+        """Run a call that has come before, or else one like an earlier one; return its result, or
+        None if it must take the long way.
+
+        Args:
+            known: The call's form, and what tells it from the others of that form; both are for
+                :meth:`recall`, and the form for :meth:`recall_form`.
+            tensors: The operands.
+        """
+        result = self.recall(known)
+        return self.recall_form(known[0], known, *tensors) if result is None else result
+
     def may_recall(self) -> bool:
         """Return whether a call may go past what comes before a call's first launch: nothing is to
         be freed or ordered, and nobody captures or records it.

@@ -25,7 +25,7 @@ from interlace.mapped.meeting import memory_of as meeting_memory
 from interlace.mapped.output import OPERATOR
 from interlace.units import round_up
 
-_MOST_OUTPUTS = 8
+MOST_OUTPUTS = 8
 """The number of outputs that a group keeps. Mapping an output takes tens of milliseconds, so a
 program whose sizes keep changing should not map one for each size."""
 
@@ -149,7 +149,7 @@ def _kept_output(output: KeptOutput, call: GemmCall, *, replace: bool) -> Fused 
         count = sum(isinstance(value, Fused) for value in group.kept.values())
         # With none, one, two, four absent ones and so on.
         is_asked = len(absent) & (len(absent) - 1) == 0
-        if replace or is_asked or count < _MOST_OUTPUTS:
+        if replace or is_asked or count < MOST_OUTPUTS:
             with group.indivisible("making a mapped output"):
                 made = _make_output(output, call, replace=replace)
         group.kept[key] = made
@@ -171,7 +171,7 @@ def _make_output(output: KeptOutput, call: GemmCall, *, replace: bool) -> Fused 
     # its outputs in an order of its own, as a graph of the program uses one without the host. So
     # outputs are exchanged by name, and rank 0's order counts for all.
     free = []
-    if len(made) >= _MOST_OUTPUTS:
+    if len(made) >= MOST_OUTPUTS:
         captured_by_rank: list[dict[str, bool]] = group.exchange(
             "mapped outputs in CUDA graphs",
             {name: group.kept[key].output.captured for name, key in made.items()},
@@ -181,7 +181,7 @@ def _make_output(output: KeptOutput, call: GemmCall, *, replace: bool) -> Fused 
             for name in captured_by_rank[0]
             if not any(captured[name] for captured in captured_by_rank)
         ]
-    if len(free) >= _MOST_OUTPUTS and not replace:
+    if len(free) >= MOST_OUTPUTS and not replace:
         return None
     try:
         pieces = output.mapped(group.world_size, group.granularity)
@@ -200,7 +200,7 @@ def _make_output(output: KeptOutput, call: GemmCall, *, replace: bool) -> Fused 
         if replace or isinstance(error, GivenUpError):
             raise
         return None
-    given_up = free[: max(0, len(free) + 1 - _MOST_OUTPUTS)]
+    given_up = free[: max(0, len(free) + 1 - MOST_OUTPUTS)]
     if given_up:
         # Graphs may refer to the memory that goes.
         group.replays.clear()

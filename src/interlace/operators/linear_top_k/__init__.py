@@ -181,9 +181,7 @@ def _recalled(
         return None
     known = known_call(rows, w, bias, k, vocabulary, impl)
     with past_autograd():
-        found = known_to.recall(known)
-        if found is None:
-            found = known_to.recall_form(known[0], known, rows, w, bias)
+        found = known_to.recall_known(known, rows, w, bias)
     if found is None:
         return None
     return _shaped(found, x, k)
@@ -210,9 +208,7 @@ def _run(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     group, known, tensors = call.group, call.known, (call.x, call.w, call.bias)
     found: tuple[torch.Tensor, torch.Tensor] | None = None
     if known is not None and not ranges.is_listening():
-        found = group.recall(known)
-        if found is None:
-            found = group.recall_form(known[0], known, *tensors)
+        found = group.recall_known(known, *tensors)
         if found is not None:
             return found
     call.agree()

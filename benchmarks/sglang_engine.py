@@ -27,10 +27,17 @@ from pathlib import Path
 from typing import Any
 
 import documents
-from vllm_engine import MODELS, PROMPTS, SEQUENCES, VOCABULARY, save_config, spread
-
-WAYS = {"without": "0", "with": "1"}
-"""``INTERLACE_SGLANG`` of each way."""
+from engines import (
+    MODELS,
+    PROMPTS,
+    SEQUENCES,
+    VOCABULARY,
+    WAYS,
+    in_turns,
+    require_equal_tokens,
+    save_config,
+    step_times,
+)
 
 
 def main() -> None:
@@ -46,13 +53,11 @@ def main() -> None:
         options.json.write_text(json.dumps(measured(options.model, options.layers)))
         return
     results: list[dict[str, Any]] = []
-    for repeat in range(options.repeats):
-        for way in WAYS if repeat % 2 == 0 else reversed(WAYS):
-            results.append({"way": way, "repeat": repeat, **run(way, options)})
-            print(results[-1], flush=True)
-            documents.write(options.json, results, model=options.model, layers=options.layers)
-    tokens = {json.dumps(entry["tokens"]) for entry in results}
-    assert len(tokens) == 1, "the engines have chosen different tokens"
+    for repeat, way in in_turns(WAYS, options.repeats):
+        results.append({"way": way, "repeat": repeat, **run(way, options)})
+        print(results[-1], flush=True)
+        documents.write(options.json, results, model=options.model, layers=options.layers)
+    require_equal_tokens(results)
 
 
 def run(way: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -98,18 +103,7 @@ def measured(model: str, layers: int) -> dict[str, Any]:
             seconds = time.perf_counter() - begin
             return seconds, [output["output_ids"] for output in outputs]
 
-        def step_us(sequences: int) -> float:
-            fewer, more = (generate(sequences, 16, tokens)[0] for tokens in (16, 112))
-            return (more - fewer) / 96 * 1e6
-
-        result |= {"decode_us": {}, "prefill_ms": {}}
-        for sequences in SEQUENCES:
-            generate(sequences, 16, 24)
-            result["decode_us"][sequences] = spread([step_us(sequences) for _ in range(3)])
-        for prompt in PROMPTS:
-            generate(1, prompt, 1)
-            times = [1e3 * generate(1, prompt, 1)[0] for _ in range(9)]
-            result["prefill_ms"][prompt] = spread(times)
+        result |= step_times(generate)
         numbers.seed(7)
         result["tokens"] = generate(4, 16, 8)[1]
         engine.shutdown()

@@ -40,6 +40,7 @@ import documents
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from engines import in_turns
 from torch import nn
 
 ROWS = (
@@ -96,12 +97,11 @@ def main() -> None:
         print(result, flush=True)
         documents.write(options.json, results, batch=options.batch, most_rows=options.most_rows)
 
-    for repeat in range(options.repeats):
-        for way in WAYS if repeat % 2 == 0 else reversed(WAYS):
-            found, error = run(way, "")
-            if error:
-                raise SystemExit(error[-8000:])
-            add({"way": way, "repeat": repeat, **found})
+    for repeat, way in in_turns(WAYS, options.repeats):
+        found, error = run(way, "")
+        if error:
+            raise SystemExit(error[-8000:])
+        add({"way": way, "repeat": repeat, **found})
     for check in CHECKS if options.checks else ():
         for way in WAYS[:2]:
             found, error = run(way, check)

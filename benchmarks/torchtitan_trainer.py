@@ -26,7 +26,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -38,6 +37,7 @@ from typing import Any
 
 import documents
 import torch
+from engines import in_turns, spread
 
 BACKENDS = {"without": "inductor", "with": "interlace"}
 """``compile.backend`` of each way."""
@@ -74,14 +74,13 @@ def main() -> None:
         return
     results: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as compiled:
-        for repeat in range(options.repeats):
-            for way in BACKENDS if repeat % 2 == 0 else reversed(BACKENDS):
-                found = run(way, options, compiled)
-                results.append({"way": way, "repeat": repeat, **found})
-                print({**results[-1], "losses": found["losses"][-1]}, flush=True)
-                documents.write(
-                    options.json, results, model=f"llama3 {options.flavor}", layers=options.layers
-                )
+        for repeat, way in in_turns(BACKENDS, options.repeats):
+            found = run(way, options, compiled)
+            results.append({"way": way, "repeat": repeat, **found})
+            print({**results[-1], "losses": found["losses"][-1]}, flush=True)
+            documents.write(
+                options.json, results, model=f"llama3 {options.flavor}", layers=options.layers
+            )
     check(results, LOSS_TOLERANCE["float32" if options.cpu else "bfloat16"])
 
 
@@ -133,7 +132,7 @@ def train(options: argparse.Namespace) -> None:
         found = {
             "losses": [step["loss_metrics/global_avg_loss"] for step in log.steps],
             "grad_norms": [step["grad_norm"] for step in log.steps],
-            "tokens_per_second_and_gpu": spread(rates),
+            "tokens_per_second_and_gpu": spread(rates, digits=1),
             "first_step_s": round(log.first_step_s, 1),
             "peak_active_gib": round(last["memory/max_active(GiB)"], 3),
             "peak_reserved_gib": round(last["memory/max_reserved(GiB)"], 3),
@@ -270,11 +269,6 @@ def check(results: list[dict[str, Any]], tolerance: float) -> None:
 def difference(losses: list[float], expected: list[float]) -> float:
     """Return the largest relative difference of two curves of losses, step by step."""
     return max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True))
-
-
-def spread(values: list[float]) -> list[float]:
-    """Return the median, the least and the most of some values."""
-    return [round(each, 1) for each in (statistics.median(values), min(values), max(values))]
 
 
 if __name__ == "__main__":

@@ -35,7 +35,6 @@ import json
 import os
 import random
 import re
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -45,27 +44,17 @@ from pathlib import Path
 from typing import Any
 
 import documents
-
-MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "llama-70b": ("LlamaConfig", "LlamaForCausalLM", {
-        "hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-    }),
-    "qwen3-8b": ("Qwen3Config", "Qwen3ForCausalLM", {
-        "hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32,
-        "num_key_value_heads": 8, "head_dim": 128,
-    }),
-    "qwen3-30b-a3b": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", {
-        "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768,
-        "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True,
-        "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
-    }),
-    "mixtral-8x7b": ("MixtralConfig", "MixtralForCausalLM", {
-        "hidden_size": 4096, "intermediate_size": 14336, "num_local_experts": 8,
-        "num_experts_per_tok": 2, "num_attention_heads": 32, "num_key_value_heads": 8,
-    }),
-}  # fmt: skip
-"""The configuration's class, the model's, and sizes, by name."""
+from engines import (
+    MODELS,
+    PROMPTS,
+    SEQUENCES,
+    VOCABULARY,
+    WAYS,
+    in_turns,
+    require_equal_tokens,
+    save_config,
+    step_times,
+)
 
 CHECKS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -103,12 +92,7 @@ compared with.
 TOP = 5
 """Logprobs per token that are compared."""
 
-VOCABULARY = 32000
-SEQUENCES = (1, 8, 32, 128)
-PROMPTS = (200, 1000, 2000, 4096)
 NEW_PROMPTS = 12
-WAYS = {"without": "0", "with": "1"}
-"""``INTERLACE_VLLM`` of each way."""
 
 PROFILED = {
     "decode 1": (1, 16, 16), "decode 32": (32, 16, 16), "prefill 200": (1, 200, 1),
@@ -148,15 +132,14 @@ def main() -> None:
         return
     results: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as compiled:
-        for repeat in range(options.repeats):
-            for way in WAYS if repeat % 2 == 0 else reversed(WAYS):
-                is_profiled = options.timeline and repeat == 0
-                found = run(way, options, compiled, is_profiled=is_profiled)
-                results.append({"way": way, "repeat": repeat, **found})
-                print(results[-1], flush=True)
-                documents.write(options.json, results, model=options.model, layers=options.layers)
-    tokens = {json.dumps(entry.get("tokens")) for entry in results}
-    assert len(tokens) == 1, "the engines have chosen different tokens"
+        for repeat, way in in_turns(WAYS, options.repeats):
+            is_profiled = options.timeline and repeat == 0
+            found = run(way, options, compiled, is_profiled=is_profiled)
+            results.append({"way": way, "repeat": repeat, **found})
+            print(results[-1], flush=True)
+            documents.write(options.json, results, model=options.model, layers=options.layers)
+    if not options.only_start:
+        require_equal_tokens(results)
 
 
 def run(
@@ -349,20 +332,6 @@ def counts_of_worker(worker: Any) -> dict[str, Any]:
     return {"fused": dict(counts.taken), "left_alone": left}
 
 
-def save_config(folder: Path, model: str, layers: int) -> Path:
-    """Write a model's configuration, and return its folder."""
-    import transformers
-
-    config_class, architecture, sizes = MODELS[model]
-    known = folder / f"{model}-{layers}"
-    config = getattr(transformers, config_class)(
-        num_hidden_layers=layers, vocab_size=VOCABULARY, max_position_embeddings=8192,
-        architectures=[architecture], dtype="bfloat16", **sizes,
-    )  # fmt: skip
-    config.save_pretrained(known)
-    return known
-
-
 def save_adapter(folder: Path, model: str, layers: int) -> None:
     """Write a LoRA adapter of rank 8 for the row-parallel layers of a dense model."""
     import torch
@@ -428,18 +397,7 @@ def measured(
             seconds = time.perf_counter() - begin
             return seconds, [list(output.outputs[0].token_ids) for output in outputs]
 
-        def step_us(sequences: int) -> float:
-            fewer, more = (generate(sequences, 16, tokens)[0] for tokens in (16, 112))
-            return (more - fewer) / 96 * 1e6
-
-        result: dict[str, Any] = {"start_s": start_s, "decode_us": {}, "prefill_ms": {}}
-        for sequences in SEQUENCES:
-            generate(sequences, 16, 24)
-            result["decode_us"][sequences] = spread([step_us(sequences) for _ in range(3)])
-        for prompt in PROMPTS:
-            generate(1, prompt, 1)
-            times = [1e3 * generate(1, prompt, 1)[0] for _ in range(9)]
-            result["prefill_ms"][prompt] = spread(times)
+        result: dict[str, Any] = {"start_s": start_s, **step_times(generate)}
         lengths = [numbers.randrange(300, 4000) for _ in range(NEW_PROMPTS)]
         for name in ("new", "again"):
             result[f"{name}_ms"] = sum(1e3 * generate(1, each, 1)[0] for each in lengths)
@@ -483,11 +441,6 @@ def newest_timeline(folder: Path) -> dict[str, Any]:
         "busy_us": round(busy, 1),
         "kernels": [[name, us, launches[name]] for name, us in totals.most_common(16)],
     }
-
-
-def spread(times: list[float]) -> list[float]:
-    """Return the median, the least and the most of some times."""
-    return [round(each, 2) for each in (statistics.median(times), min(times), max(times))]
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import triton
 import triton.language as tl
+from torch import Tensor
 
 import interlace.language as il
 from benchmarks.parallel_kernel_bench.exchange import (
@@ -20,6 +21,7 @@ from benchmarks.parallel_kernel_bench.exchange import (
     move,
     programs_for,
     received,
+    replayed,
     run,
 )
 
@@ -132,3 +134,23 @@ def adam(
         BLOCK=block, DTYPE=DTYPES[weight.dtype],
     )  # fmt: skip
     return new
+
+
+@replayed
+@torch.no_grad()
+def sharded_step(
+    X_local: Tensor, y_local: Tensor, W1: Tensor, b1: Tensor, W2: Tensor, b2: Tensor,
+    exp_avg_part: Tensor, exp_avg_sq_part: Tensor, lr: float, beta1: float, beta2: float,
+    eps: float, step: int,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Return the weights after a step of Adam, and the moments that this rank keeps: gradients go
+    to the ranks that need them and new weights back to all, in one launch.
+    """
+    params = [W1, b1, W2, b2]
+    shapes, flat = [param.shape for param in params], broadcast(params)
+    grad = gradients(X_local, y_local, unflattened(flat, shapes))
+    weight = flat.chunk(dist.get_world_size())[dist.get_rank()]
+    numbers = lr, beta1, beta2, eps, step
+    moments = exp_avg_part, exp_avg_sq_part
+    flat, m, v = adam(grad, weight, *moments, numbers, summed=True, gather=True)
+    return *unflattened(flat, shapes), m, v

@@ -451,7 +451,7 @@ def _decide(
         profiles, kind = version(), tuple(agreed.items())
     operands.require_supported(operator.name, operator.takes_float8)
     rows = operator.plan_rows(operands.rows, splits, group)
-    terms = operands.terms(rows.is_even, group.members.node_of_rank)
+    terms = operands.terms(rows.is_even, group.world_size, group.members.node_of_rank)
     # A call within the mode says by its word what the caller has named.
     named, is_free = name_in(impl), not is_invariant(impl)
     asked_for = named or operator.choosers[0]

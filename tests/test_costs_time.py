@@ -97,7 +97,8 @@ def test_parts() -> None:
     tile_us = H200.tile_us(128, 256, 2048, H200.product.flops_per_s)
     assert tiled["product"] == pytest.approx(tile_us), "64 tiles"
     by_peer = call.parts_us(H200, "gemm_reduce_scatter", "by_peer", (128, 256))
-    assert by_peer["product"] == pytest.approx(3 * H200.library_product_us(call, 50) + tile_us)
+    own = H200.own_rows_us(call, (128, 256))
+    assert by_peer["product"] == 3 * H200.library_product_us(call, 50) + own["library"]
     assert whole["uneven"] == 0
     uneven = dataclasses.replace(call, rows=201)
     parts = uneven.parts_us(H200, "gemm_reduce_scatter", "whole", (128, 256))
@@ -108,6 +109,21 @@ def test_parts() -> None:
         filled.parts_us(H200, "gemm_reduce_scatter", "tiled", (128, 256))["product"]
         == (tiled["product"])
     )
+
+
+def test_own_rows() -> None:
+    """The kernel where its tiles are large and full, as the library's product is followed by a
+    kernel that reads every rank's part and writes the sum.
+    """
+    full = SizedCall(8192, 8192, 2048, 2, 4)
+    own = H200.own_rows_us(full, (128, 256))
+    assert own["kernel"] == H200.own_product_us(full, (128, 256), ranks=1) < own["library"]
+    adding_us = H200.product.launch_us + 5 * 2048 * 8192 * 2 / H200.product.memory_bytes_per_s * 1e6
+    assert own["library"] == pytest.approx(H200.library_product_us(full, 2048) + adding_us)
+    smaller = H200.own_rows_us(full, (128, 128))
+    assert smaller["kernel"] > 1.3 * own["kernel"]
+    few = H200.own_rows_us(dataclasses.replace(full, rows=64), (128, 256))
+    assert few["library"] < few["kernel"], "an eighth of a tile has rows"
 
 
 def test_few_columns_are_read_by_few_programs() -> None:

@@ -144,15 +144,12 @@ def _cases_of(kernel):
             lambda: _sorting(kernel),
         ),
         "pool_embeddings": _pool_embeddings,
-        "release_rows": lambda: [
-            (_FETCHING | {"gathered": kind, "cells": "i32"}, {"WORLD_SIZE": 8})
-            for kind in ("*bf16", "*fp8e4nv")
-        ],
-        "settle_products": lambda: [
+        "settle_rows": lambda: [
             (
-                _FETCHING | dict.fromkeys(("blocks", "cells"), "i32") | {"y": "*bf16"},
-                {"BLOCK": 4096},
+                _FETCHING | dict.fromkeys(("cells", "results"), "i32") | {present: "*bf16"},
+                {"WORLD_SIZE": 8, "IN_PLACE": in_place, absent: None, "num_warps": 1},
             )
+            for present, absent, in_place in (("gathered", "y", True), ("y", "gathered", False))
         ],
         "sum_parts": lambda: [
             (
@@ -273,9 +270,10 @@ def _stage_rows():
     addresses = dict.fromkeys(("staged_address", "scale_offset", "own_address"), "i64")
     types = _FETCHING | dict.fromkeys(names, "i32") | addresses | {"x_scale": "*fp32"}
     blocks = {"WORLD_SIZE": 4, "INNER_ALIGN": 8, "FACTOR": 8, "ROWS": 2, "COLS": 512}
-    for own in (False, True):
-        yield types | {"x": "*bf16"}, blocks | {"x_scale": None, "OWN": own}
-    yield types | {"x": "*fp8e4nv"}, blocks | {"INNER_ALIGN": 16, "OWN": True}
+    for own, in_place in ((False, False), (True, True), (False, True)):
+        more = {"x_scale": None, "OWN": own, "IN_PLACE": in_place}
+        yield types | {"x": "*bf16"}, blocks | more
+    yield types | {"x": "*fp8e4nv"}, blocks | {"INNER_ALIGN": 16, "OWN": True, "IN_PLACE": False}
 
 
 def _spread_rows():

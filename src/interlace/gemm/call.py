@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from interlace.comm import Group, process_group_named
+from interlace.comm.groups.symmetric_memory import Place
 from interlace.comm.host.agreement import Family
 from interlace.gemm.config import GemmConfig
 from interlace.gemm.epilogue import Epilogue
@@ -67,6 +68,7 @@ class GemmCall:
         form: By what ``Group.recall_form`` finds a call of other operands that is alike; None for
             nothing.
         family: What ranks have agreed on for all numbers of rows, if they have.
+        place: Where x lies in symmetric memory, the same on every rank, if peers read it there.
     """
 
     operator: GemmOperator
@@ -84,6 +86,7 @@ class GemmCall:
     known: tuple[Hashable, ...] | None = None
     form: tuple[Hashable, ...] | None = None
     family: Family | None = None
+    place: Place | None = None
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:

@@ -94,6 +94,7 @@ def known_call(
     out_dtype: torch.dtype,
     gather: bool,
     impl: str,
+    group: Group,
 ) -> tuple[Form, Hashable]:
     """Return the form of a call of plain operands and its addresses, for ``Group.recall``."""
     x_address, w_address = x.data_ptr(), w.data_ptr()
@@ -105,7 +106,7 @@ def known_call(
         operator.name, impl, gather, out_dtype,
         x.shape, x.stride(), x.dtype, x_address % _ALIGNMENT,
         w.shape, w.stride(), w.dtype, w_address % _ALIGNMENT,
-        extra, invariance.is_enabled(), autotune.is_enabled(impl),
+        extra, operator.place_of(x, group), invariance.is_enabled(), autotune.is_enabled(impl),
     )  # fmt: skip
     return form, (x_address, w_address, bias_address)
 
@@ -143,7 +144,7 @@ def run(
     known: tuple[Hashable, ...] | None = None
     if group.replays.is_enabled and _is_recallable(operands, splits, config):
         x, w, bias = operands.x, operands.w, operands.bias
-        of_form = known = known_call(operator, x, w, bias, operands.out_dtype, gather, impl)
+        of_form = known = known_call(operator, x, w, bias, operands.out_dtype, gather, impl, group)
         if epilogue is None:
             form = of_form[0]
         else:
@@ -157,16 +158,19 @@ def run(
     lists = tuple(None if rows is None else tuple(rows) for rows in splits)
     # 1. Agree: once per kind of call, or in every call if the ranks' lists may change separately.
     is_new_each_time = operator.exchanges(lists)
+    place = operator.place_of(operands.x, group) if operator.gives_rows(lists) else None
 
     def decide() -> Decision:
         also_agreed = {} if epilogue is None else epilogue.agreed()
+        if operator.reads_in_place:
+            also_agreed["the_place_of_x"] = "ordinary memory" if place is None else str(place)
         return _decide(operator, operands, lists, group, impl, config, also_agreed)
 
     if is_new_each_time:
         decision = decide()
     else:
         after = () if epilogue is None else epilogue.signature()
-        key = (operator.name, *operands.signature(), lists, gather, impl, config, *after)
+        key = (operator.name, *operands.signature(), lists, gather, impl, config, place, *after)
         decision = group.once(key, decide)
     call = GemmCall(
         operator=operator,
@@ -184,6 +188,7 @@ def run(
         known=known,
         form=form,
         family=decision.family,
+        place=place,
     )
     if not operands.columns or not decision.rows.total:
         return operator.run_empty(call)

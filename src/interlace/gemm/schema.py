@@ -169,7 +169,7 @@ def _recalled(
         return None
     if bias is not None and not bias.is_contiguous():
         return None  # it is copied in each call
-    known = dispatch.known_call(operator, x, w, bias, out_dtype, gather, impl)
+    known = dispatch.known_call(operator, x, w, bias, out_dtype, gather, impl, known_to)
     with past_autograd():
         result = known_to.recall_known(known, x, w, bias)
     return None if result is None else (result,)

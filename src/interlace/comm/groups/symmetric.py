@@ -142,7 +142,7 @@ def empty_symmetric(
     # Compared first: each rank maps its peers' memory in the size of its own request.
     owner.agreement.compare("empty_symmetric", {"shape": list(sizes), "dtype": str(dtype)})
     nbytes = math.prod(sizes) * dtype.itemsize
-    block = owner.allocate(nbytes)
+    block = owner.memory.allocate_tensor(nbytes)
     spans = bytes_at(
         block.address, (owner.world_size, nbytes), (block.stride, 1), owner.device, block
     )

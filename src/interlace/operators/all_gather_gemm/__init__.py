@@ -48,6 +48,7 @@ class AllGatherGemm(GemmOperator):
     collective_first = True
     config_type = AllGatherGemmConfig
     returns_gathered = True
+    reads_in_place = True
     implementations = (
         dataclasses.replace(
             FUSED,

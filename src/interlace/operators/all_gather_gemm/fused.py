@@ -48,11 +48,14 @@ def run(call: GemmCall) -> DeferredCall | Pair:
 
     def prepare_launches(y: torch.Tensor, gathered: torch.Tensor) -> Callable[[], None]:
         def enqueue() -> None:
-            product = prepare(group, staging, operands, rows, y, gathered, config, mark)
+            product = prepare(
+                group, staging, operands, rows, y, gathered, config, mark, gather=call.gather,
+                in_place=call.place is not None,
+            )  # fmt: skip
             if group.world_size == 1:
                 product()
                 return
-            # 1. Stage this rank's rows, then fetch the peers' beside the product.
+            # 1. Tell peers of this rank's rows, then fetch theirs beside the product.
             _begin(call, operands, staging, gathered, signal=True)
             # 2. The product waits for each source's signal in the kernel.
             product()
@@ -62,7 +65,7 @@ def run(call: GemmCall) -> DeferredCall | Pair:
 
     columns = launch.padded_columns(operands.columns, operands.out_dtype)
     work = DeferredCall(
-        (NAME, "fused", config, rows, call.gather, mark, operands.memory()),
+        (NAME, "fused", config, rows, call.gather, mark, call.place, operands.memory()),
         _memory(operands, rows, columns),
         prepare_launches,
         _results(operands, call.gather),
@@ -104,7 +107,10 @@ def _gather_and_multiply(given: GemmCall, impl: str, prepare: Prepare) -> Deferr
         return y, _gathered_alone(operands, call.gather)
     require(group.backend)
     return DeferredCall(
-        (NAME, impl, rows, call.gather, call.mark, call.is_batch_invariant, operands.memory()),
+        (
+            NAME, impl, rows, call.gather, call.mark, call.is_batch_invariant, call.place, OVERLAP,
+            operands.memory(),
+        ),
         _memory(operands, rows, operands.columns),
         functools.partial(prepare, call),
         _results(operands, call.gather),
@@ -115,22 +121,62 @@ def _gather_and_multiply(given: GemmCall, impl: str, prepare: Prepare) -> Deferr
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class Overlap:
+    """How ``"chunked"`` orders its steps.
+
+    Attributes:
+        tells_beside: Whether peers are told of rows in place beside the first product, not before
+            it.
+        settles_first: Whether arrivals are checked before the peers' rows are multiplied, beside
+            the product of this rank's own rows; else behind all products. With more than two ranks
+            it is always behind them.
+        multiplies_beside: Whether the peers' rows are multiplied beside this rank's own rows, as
+            soon as they have arrived; else behind them.
+    """
+
+    tells_beside: bool = False
+    settles_first: bool = True
+    multiplies_beside: bool = False
+
+
+OVERLAP = Overlap()
+
+
 def _prepare_chunked(call: GemmCall, y: torch.Tensor, gathered: torch.Tensor) -> Callable[[], None]:
     operands, group, rows = call.operands, call.group, call.rows.by_rank
-    staging = _staging(operands, rows)
+    staging, overlap, in_place = _staging(operands, rows), OVERLAP, call.place is not None
     staging.workspace(group)
+    settles_first = overlap.settles_first and group.world_size == 2
+    others = [(group.rank + step) % group.world_size for step in range(1, group.world_size)]
 
     def enqueue() -> None:
         parts, weight = y.split(rows), operands.w.T
         arriving = gathered[:, : operands.inner].split(rows)
-        arrivals = _begin(call, operands, staging, gathered, signal=False)
-        multiply_into(parts[group.rank], operands.x, weight, operands.bias)
-        for step in range(1, group.world_size):
-            source = (group.rank + step) % group.world_size
-            copies.wait_for(group, arrivals[source])
-            multiply_into(parts[source], arriving[source], weight, operands.bias)
-        fetch.settle(group, staging, y, call.mark)
+        settle = functools.partial(fetch.settle, group, staging, mark=call.mark, in_place=in_place)
+        start = copies.so_far(group)
+        arrivals = _begin(
+            call, operands, staging, gathered, signal=False, tells_beside=overlap.tells_beside
+        )
+        if settles_first:
+            with fetch.behind(group):
+                settle(gathered, None)
+                arrivals[others[0]] = copies.so_far(group)
+        if overlap.multiplies_beside:
+            with copies.beside(group, since=start):
+                for source in others:
+                    copies.wait_for(group, arrivals[source])
+                    multiply_into(parts[source], arriving[source], weight, operands.bias)
+            multiply_into(parts[group.rank], operands.x, weight, operands.bias)
+            copies.join(group)
+        else:
+            multiply_into(parts[group.rank], operands.x, weight, operands.bias)
+            for source in others:
+                copies.wait_for(group, arrivals[source])
+                multiply_into(parts[source], arriving[source], weight, operands.bias)
         fetch.end(group)
+        if not settles_first:
+            settle(gathered if call.gather else None, y)
 
     return enqueue
 
@@ -195,6 +241,7 @@ def _begin(
     gathered: torch.Tensor,
     *,
     signal: bool,
+    tells_beside: bool = False,
 ) -> fetch.Arrivals:
     """Enqueue the copies of the peers' rows into ``gathered``; see
     :func:`interlace.gemm.fetch.begin`.
@@ -212,6 +259,8 @@ def _begin(
         _pieces(group, staging, rows, gathered),
         call.mark,
         own_address=own_address,
+        in_place=call.place is not None,
+        tells_beside=tells_beside and own_address is None,
         signal=signal,
     )
 
@@ -297,6 +346,9 @@ def prepare(
     gathered: torch.Tensor,
     config: GemmConfig,
     mark: int = 0,
+    *,
+    gather: bool = False,
+    in_place: bool = False,
 ) -> Launch:
     """Return the product's launch.
 
@@ -305,6 +357,9 @@ def prepare(
         y: ``[M, padded columns]``.
         gathered: The gathered x, ``[M, padded K]``, with its scales behind it.
         mark: The number from the ranks' agreement.
+        gather: Whether ``gathered`` becomes NaN where a peer's rows do not arrive.
+        in_place: Whether peers fetch this rank's rows from x itself, so that the product must not
+            end before they have.
     """
     require(group.backend)
     from interlace.operators.all_gather_gemm import kernel
@@ -336,6 +391,8 @@ def prepare(
     arguments = launch.operand_arguments(operands, config, descriptors) | {
         "gathered": gathered_tiles,
         "gathered_scales": scales,
+        "filled": gathered if gather else None,
+        "cells": gathered.numel() if gather else 0,
         "result": result,
         "y_address": y.data_ptr(),
         "signals": workspace.signals.address,
@@ -349,13 +406,13 @@ def prepare(
     shared = launch.constants(operands, config, group, descriptors=descriptors, tile_stores=tiles)
     multipliers = launch.programs(group, config)
     if ranks > 1 and group.backend == "cuda":
-        # The kernel that tells peers that their rows were fetched needs an SM while this one waits.
+        # Copies within a GPU, which set the product's signals, are kernels that need an SM.
         multipliers = max(multipliers - 1, 1)
     return Launch(
         kernel.all_gather_gemm,
         (multipliers,),
         arguments,
-        shared | {"INNER_ALIGN": inner_align},
+        shared | {"INNER_ALIGN": inner_align, "IN_PLACE": in_place},
         (operands, y, gathered),
     )
 

@@ -45,7 +45,7 @@ def _cases_of(kernel):
         **dict.fromkeys(_EXCHANGES, lambda: _exchanges(kernel)),
         "admit_parts": lambda: [(_FETCHING, {"WORLD_SIZE": 4, "num_warps": 1})],
         "await_rows": lambda: [(_FETCHING, {"WORLD_SIZE": 8, "num_warps": 1})],
-        "all_gather_gemm": lambda: _products({"INNER_ALIGN": 8}),
+        "all_gather_gemm": _all_gather_gemm,
         "collect": _collect,
         "compare_clocks": lambda: [
             (
@@ -474,6 +474,15 @@ def _embedding_all_to_all_backward():
             "i32", "adagrad", vectors, config.block_runs, rows=config.push_rows, scale=None,
             num_warps=config.update_warps, maxnreg=config.update_registers,
         )  # fmt: skip
+
+
+def _all_gather_gemm():
+    """Products of rows that peers fetch in place, and of rows that they do not, gathered or not."""
+    products = list(_products({"INNER_ALIGN": 8}))
+    for i, (types, constants) in enumerate(products):
+        types = types | {"filled": "*bf16", "cells": "i32"}
+        missing = {"filled": None} if i == 0 else {}
+        yield types, constants | {"IN_PLACE": i != 1} | missing
 
 
 def _products(more=None):

@@ -107,6 +107,7 @@ def begin(
     mark: int,
     *,
     own_address: int | None = None,
+    own: torch.Tensor | None = None,
     in_place: bool = False,
     tells_beside: bool = False,
     signal: bool,
@@ -126,6 +127,7 @@ def begin(
         pieces: The copies from each peer, in the order in which they are enqueued.
         mark: The number from the ranks' agreement.
         own_address: The address in ``gathered`` that x is copied to as well; None for no copy.
+        own: The rows of x in place that are copied there; default: all.
         in_place: Whether peers fetch the rows from x itself, which lies at one place of symmetric
             memory on every rank. :func:`settle`, or the product, must wait for them then.
         tells_beside: Whether peers are told of rows in place beside the current stream's next work.
@@ -140,8 +142,9 @@ def begin(
         workspace.notes,
     )
     align = ALIGNMENT_BYTES // x.dtype.itemsize
+    copied = x if own is None else own
     arguments = {
-        "x": x,
+        "x": copied,
         "x_scale": x_scale,
         "staged_address": workspace.data.address,
         "scale_offset": staging.scale_offset,
@@ -150,7 +153,7 @@ def begin(
         "epochs": workspace.side_epochs,
         "ctx": context,
         "call": mark,
-        "rows": len(x),
+        "rows": len(copied),
         "K": staging.inner,
         "x_stride": row_stride(x),
         "x_scale_stride": scale_stride(x_scale),

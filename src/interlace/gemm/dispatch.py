@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from interlace.comm import Group, group_named
+from interlace.comm.groups.symmetric_memory import Place
 from interlace.comm.host.agreement import Family
 from interlace.comm.host.identity import profile_digest
 from interlace.comm.replay.deferred import DeferredCall
@@ -162,9 +163,7 @@ def run(
 
     def decide() -> Decision:
         also_agreed = {} if epilogue is None else epilogue.agreed()
-        if operator.reads_in_place:
-            also_agreed["the_place_of_x"] = "ordinary memory" if place is None else str(place)
-        return _decide(operator, operands, lists, group, impl, config, also_agreed)
+        return _decide(operator, operands, lists, group, impl, config, place, also_agreed)
 
     if is_new_each_time:
         decision = decide()
@@ -417,6 +416,7 @@ def _decide(
     group: Group,
     impl: str,
     config: str,
+    place: Place | None,
     also_agreed: Mapping[str, Any],
 ) -> Decision:
     """Agree on a call with all ranks, and choose how it runs. Collective.
@@ -426,10 +426,13 @@ def _decide(
     by the same code, tables and profiles.
 
     Args:
+        place: Where x lies, if peers read it there.
         also_agreed: What ranks must have in common beside operands and lists of rows.
     """
     of_rows = operator.agreed(operands, splits, group)
     shared = {**operands.agreed(), **also_agreed, "impl": impl, "config": config}
+    if operator.reads_in_place:
+        shared["the_place_of_x"] = "ordinary memory" if place is None else str(place)
 
     def choose() -> list[Any] | None:
         # Lists that differ by rank are known once ranks have exchanged them; then each chooses.
@@ -439,7 +442,7 @@ def _decide(
             rows = operator.plan_rows(operands.rows, splits, group)
         except InterlaceError:  # which ranks raise below, together
             return None
-        return _choose(operator, operands, rows, group).packed()
+        return _choose(operator, operands, rows, group, place).packed()
 
     # Ranks compare everything before the first of them goes on: a refusal below is every rank's.
     family = None
@@ -464,7 +467,7 @@ def _decide(
     if chosen_by_rank_0 is None:
         # What ranks have in common is what they knew when they agreed.
         with as_of(profiles):
-            choice = _choose(operator, operands, rows, group)
+            choice = _choose(operator, operands, rows, group, place)
     else:
         choice = Choice.unpacked(operator, chosen_by_rank_0)
     if not is_free:
@@ -503,7 +506,9 @@ def _decide(
     )
 
 
-def _choose(operator: GemmOperator, operands: Operands, rows: RowPlan, group: Group) -> Choice[Any]:
+def _choose(
+    operator: GemmOperator, operands: Operands, rows: RowPlan, group: Group, place: Place | None
+) -> Choice[Any]:
     """Return what a free call takes by what this rank knows, between nodes if there are several."""
     sizes = operands.sizes(rows.product)
     choice = operator.choose(
@@ -511,6 +516,7 @@ def _choose(operator: GemmOperator, operands: Operands, rows: RowPlan, group: Gr
         out_dtype=operands.out_dtype,
         world_size=group.world_size,
         w_along_k=operands.w_along_k,
+        **({} if place is None else {"in_place": True}),
     )
     if not group.spans_nodes:
         return choice

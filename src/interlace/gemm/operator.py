@@ -23,7 +23,12 @@ from interlace.gemm.call import GemmCall, RowPlan
 from interlace.gemm.choice import choose_product
 from interlace.gemm.config import GemmConfig
 from interlace.gemm.operands import (
-    ALIGNMENT_BYTES, FLOAT8, Operands, output_dtype, require_tensor, validate,
+    ALIGNMENT_BYTES,
+    FLOAT8,
+    Operands,
+    output_dtype,
+    require_tensor,
+    validate,
 )  # fmt: skip
 from interlace.gemm.reservations import Ranks, by_implementation
 from interlace.gemm.splits import check_sum, validate_list
@@ -65,7 +70,6 @@ class GemmOperator(Operator):
         adds_ranks: Whether the result is a sum over ranks; then a bias is added once, after the
             sum, and every rank has the same one.
         takes_float8: Whether it multiplies float8 operands, whose scales its kernels then apply.
-        reads_in_place: Whether peers read rows of x where they lie, in symmetric tensors.
     """
 
     computation = "gemm"
@@ -77,7 +81,6 @@ class GemmOperator(Operator):
     returns_gathered: ClassVar[bool] = False
     adds_ranks: ClassVar[bool] = False
     takes_float8: ClassVar[bool] = True
-    reads_in_place: ClassVar[bool] = False
 
     # What ranks agree on, and how rows are shared out
 
@@ -94,6 +97,11 @@ class GemmOperator(Operator):
         shared = {"the_shape_of_x": tuple(operands.x.shape)}
         return shared | dict(zip(self.split_names, splits, strict=True))
 
+    @functools.cached_property
+    def reads_in_place(self) -> bool:
+        """Whether an implementation lets peers read rows of x where they lie."""
+        return any(each.reads_in_place for each in self.implementations)
+
     def place_of(self, x: torch.Tensor, group: Group) -> Place | None:
         """Return where x lies in a symmetric tensor of the group, if peers read its rows there.
 
@@ -107,7 +115,7 @@ class GemmOperator(Operator):
         return group.memory.place_of(x) if is_aligned and x.is_contiguous() else None
 
     def gives_rows(self, splits: Splits) -> bool:
-        """Return whether every rank has rows, as far as lists say, so that x has a place on each."""
+        """Return whether every rank has rows, as far as lists say: without any, x has no place."""
         return all(min(rows, default=0) > 0 for rows in splits if rows is not None)
 
     @abc.abstractmethod

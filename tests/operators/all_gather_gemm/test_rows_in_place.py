@@ -55,9 +55,7 @@ def _bytes(group: Any, workspace: Any) -> Any:
     return kind.from_address(data.address + group.rank * data.stride)
 
 
-@pytest.mark.parametrize(
-    ("impl", "world_size"), [*((impl, 3) for impl in IMPLS), ("chunked", 2)]
-)
+@pytest.mark.parametrize(("impl", "world_size"), [*((impl, 3) for impl in IMPLS), ("chunked", 2)])
 def test_results(ranks: Any, impl: str, world_size: int) -> None:
     """Of rows of every dtype, with and without lists of rows."""
     splits = [ROWS, 7, 1][:world_size]
@@ -76,7 +74,11 @@ def _places() -> list[Any]:
     """Which rows are read in place."""
     from interlace.operators.all_gather_gemm import OPERATOR
 
-    group, f32, rows = group_of(), torch.float32, interlace.empty_symmetric((8, 8), dtype=torch.float32)
+    group, f32, rows = (
+        group_of(),
+        torch.float32,
+        interlace.empty_symmetric((8, 8), dtype=torch.float32),
+    )
     x = rows.local
     odd = interlace.empty_symmetric((8, 7), dtype=f32).local
     tensors = [x, x[2:], x[:, :4], x.T, x[:0], torch.ones(8, 8), odd, x.view(-1)[1:33].view(8, 4)]

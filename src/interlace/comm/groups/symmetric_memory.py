@@ -185,7 +185,7 @@ class SymmetricMemory:
         first = tensor.data_ptr()
         for number, block in list(self._tensors.items()):
             offset = first - (block.address + self._members.rank * block.stride)
-            if 0 <= offset and offset + tensor.nbytes <= block.nbytes:
+            if offset >= 0 and offset + tensor.nbytes <= block.nbytes:
                 return Place(number, offset)
         return None
 

@@ -48,7 +48,6 @@ class AllGatherGemm(GemmOperator):
     collective_first = True
     config_type = AllGatherGemmConfig
     returns_gathered = True
-    reads_in_place = True
     implementations = (
         dataclasses.replace(
             FUSED,
@@ -56,6 +55,7 @@ class AllGatherGemm(GemmOperator):
             run=fused.run,
             reservation=fused.staged_reservation,
             is_batch_invariant=True,
+            reads_in_place=True,
         ),
         Implementation(
             "pushed",
@@ -72,6 +72,7 @@ class AllGatherGemm(GemmOperator):
                 fused.run_chunked,
                 needs(same_dtype=True),
                 schedule="by_rank",
+                reads_in_place=True,
                 reservation=fused.staged_reservation,
             ),
             two_levels.run_all_gather,

@@ -108,7 +108,14 @@ def _gather_and_multiply(given: GemmCall, impl: str, prepare: Prepare) -> Deferr
     require(group.backend)
     return DeferredCall(
         (
-            NAME, impl, rows, call.gather, call.mark, call.is_batch_invariant, call.place, OVERLAP,
+            NAME,
+            impl,
+            rows,
+            call.gather,
+            call.mark,
+            call.is_batch_invariant,
+            call.place,
+            OVERLAP,
             operands.memory(),
         ),
         _memory(operands, rows, operands.columns),
@@ -301,7 +308,9 @@ def _begin(
     if call.gather or (multiplied is not None and len(multiplied) < own_rows):
         first = 0
         if in_place and not call.gather and multiplied is not None:
-            first, end = (multiplied.stop, own_rows) if multiplied.start == 0 else (0, multiplied[0])
+            first, end = (
+                (multiplied.stop, own_rows) if multiplied.start == 0 else (0, multiplied[0])
+            )
             own = operands.x[first:end]
         begin = sum(rows[: group.rank]) + first
         own_address = gathered.data_ptr() + begin * staging.row_bytes

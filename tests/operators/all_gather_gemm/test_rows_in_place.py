@@ -74,12 +74,8 @@ def _places() -> list[Any]:
     """Which rows are read in place."""
     from interlace.operators.all_gather_gemm import OPERATOR
 
-    group, f32, rows = (
-        group_of(),
-        torch.float32,
-        interlace.empty_symmetric((8, 8), dtype=torch.float32),
-    )
-    x = rows.local
+    group, f32 = group_of(), torch.float32
+    x = interlace.empty_symmetric((8, 8), dtype=f32).local
     odd = interlace.empty_symmetric((8, 7), dtype=f32).local
     tensors = [x, x[2:], x[:, :4], x.T, x[:0], torch.ones(8, 8), odd, x.view(-1)[1:33].view(8, 4)]
     first = group.memory.place_of(x)
@@ -160,7 +156,8 @@ def test_ranks_whose_rows_lie_elsewhere(ranks: Any, impl: str) -> None:
     for first, second in ranks(2).run(_mismatch, impl):
         assert first[0] == "RankMismatchError"
         assert "the place of x must be the same on every rank; got" in first[1]
-        assert "ordinary memory" in first[1] and "symmetric tensor 0, byte 0" in first[1]
+        assert "ordinary memory" in first[1]
+        assert "symmetric tensor 0, byte 0" in first[1]
         assert second[0] == "PeerTimeoutError"
         assert second[2]["different_call"]
 

@@ -308,10 +308,8 @@ def _begin(
     if call.gather or (multiplied is not None and len(multiplied) < own_rows):
         first = 0
         if in_place and not call.gather and multiplied is not None:
-            first, end = (
-                (multiplied.stop, own_rows) if multiplied.start == 0 else (0, multiplied[0])
-            )
-            own = operands.x[first:end]
+            first = 0 if multiplied.start else multiplied.stop
+            own = operands.x[first : multiplied.start or own_rows]
         begin = sum(rows[: group.rank]) + first
         own_address = gathered.data_ptr() + begin * staging.row_bytes
     return fetch.begin(

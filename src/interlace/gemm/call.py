@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Hashable, Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 
 from interlace.comm import Group, process_group_named
@@ -69,6 +70,7 @@ class GemmCall:
             nothing.
         family: What ranks have agreed on for all numbers of rows, if they have.
         place: Where x lies in symmetric memory, the same on every rank, if peers read it there.
+        out: The memory that the caller has for the result; None for new memory.
     """
 
     operator: GemmOperator
@@ -87,6 +89,7 @@ class GemmCall:
     form: tuple[Hashable, ...] | None = None
     family: Family | None = None
     place: Place | None = None
+    out: torch.Tensor | None = None
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:

@@ -122,6 +122,7 @@ def run(
     config: str,
     epilogue: Epilogue | None = None,
     form: Form | None = None,
+    out: torch.Tensor | None = None,
 ) -> Any:
     """Run one call whose arguments are validated.
 
@@ -132,6 +133,7 @@ def run(
         epilogue: What is to be computed of the sum over ranks, if the operator does that.
         form: By what ``Group.recall_form`` is to find calls with an epilogue that are alike; None
             for nothing.
+        out: The memory of the result, of operators with one result; None for new memory.
 
     Returns:
         The operator's result, or its pair of results.
@@ -143,7 +145,7 @@ def run(
     """
     group = group_for(operator.name, group_name, operands.x.device)
     known: tuple[Hashable, ...] | None = None
-    if group.replays.is_enabled and _is_recallable(operands, splits, config):
+    if out is None and group.replays.is_enabled and _is_recallable(operands, splits, config):
         x, w, bias = operands.x, operands.w, operands.bias
         of_form = known = known_call(operator, x, w, bias, operands.out_dtype, gather, impl, group)
         if epilogue is None:
@@ -188,9 +190,10 @@ def run(
         form=form,
         family=decision.family,
         place=place,
+        out=out,
     )
     if not operands.columns or not decision.rows.total:
-        return operator.run_empty(call)
+        return operator.run_empty(call) if out is None else out
     if group.memory.limit_bytes is not None and not decision.has_run:
         _keep_what_fits(call, decision)
     # 2. Measure, if the program wants that, and no rank has measured this kind of call.
@@ -289,6 +292,9 @@ def _run(implementation: Implementation, call: GemmCall, decision: Decision) -> 
         call.operator.name, implementation.name, (operands.x, operands.w), lambda: _link_bytes(call)
     ):
         work = implementation.run(call)
+        if call.out is not None and work is not None:
+            is_deferred = isinstance(work, DeferredCall)
+            work = work.into(call.out) if is_deferred else call.out.copy_(work)
         result = call.group.perform(work, call.known)
     replays, is_plain = call.group.replays, call.epilogue is None
     if call.form is None or result is None or (is_plain and replays.alike(call.form) is not None):

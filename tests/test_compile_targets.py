@@ -147,9 +147,12 @@ def _cases_of(kernel):
         "settle_rows": lambda: [
             (
                 _FETCHING | dict.fromkeys(("cells", "results"), "i32") | {present: "*bf16"},
-                {"WORLD_SIZE": 8, "IN_PLACE": in_place, absent: None, "num_warps": 1},
+                {"WORLD_SIZE": 8, "IN_PLACE": in_place, absent: None, "num_warps": 1} | options,
             )
-            for present, absent, in_place in (("gathered", "y", True), ("y", "gathered", False))
+            for present, absent, in_place, options in (
+                ("gathered", "y", True, {"maxnreg": 32}),
+                ("y", "gathered", False, {}),
+            )
         ],
         "sum_parts": lambda: [
             (

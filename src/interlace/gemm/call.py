@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from interlace.comm import Group, process_group_named
-from interlace.comm.groups.symmetric_memory import Place
+from interlace.comm.groups.symmetric_memory import SymmetricPlace
 from interlace.comm.host.agreement import Family
 from interlace.gemm.config import GemmConfig
 from interlace.gemm.epilogue import Epilogue
@@ -88,7 +88,7 @@ class GemmCall:
     known: tuple[Hashable, ...] | None = None
     form: tuple[Hashable, ...] | None = None
     family: Family | None = None
-    place: Place | None = None
+    place: SymmetricPlace | None = None
     out: torch.Tensor | None = None
 
     @property

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from interlace.comm import Group, group_named
-from interlace.comm.groups.symmetric_memory import Place
+from interlace.comm.groups.symmetric_memory import SymmetricPlace
 from interlace.comm.host.agreement import Family
 from interlace.comm.host.identity import profile_digest
 from interlace.comm.replay.deferred import DeferredCall
@@ -422,7 +422,7 @@ def _decide(
     group: Group,
     impl: str,
     config: str,
-    place: Place | None,
+    place: SymmetricPlace | None,
     also_agreed: Mapping[str, Any],
 ) -> Decision:
     """Agree on a call with all ranks, and choose how it runs. Collective.
@@ -513,7 +513,11 @@ def _decide(
 
 
 def _choose(
-    operator: GemmOperator, operands: Operands, rows: RowPlan, group: Group, place: Place | None
+    operator: GemmOperator,
+    operands: Operands,
+    rows: RowPlan,
+    group: Group,
+    place: SymmetricPlace | None,
 ) -> Choice[Any]:
     """Return what a free call takes by what this rank knows, between nodes if there are several."""
     sizes = operands.sizes(rows.product)

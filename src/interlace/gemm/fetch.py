@@ -22,6 +22,11 @@ from interlace.gemm.launch import padded_columns, row_stride, scale_stride
 from interlace.gemm.operands import ALIGNMENT_BYTES
 from interlace.units import ceil_div, round_up
 
+_SMALL = {"num_warps": 1, "maxnreg": 32}
+"""Of kernels that may have to begin beside a product. The library's leave an SM 1024 registers
+where their programs have 384 threads of 168.
+"""
+
 _STAGERS_PER_SM = 2  # programs that stage rows; with eight, calls take up to 60 us more
 
 
@@ -170,7 +175,7 @@ def begin(
     programs = 2 if group.backend == "cpu" else _STAGERS_PER_SM * processors(group.device)
     constants |= {"ROWS": 4, "COLS": 1024}
     if in_place and own_address is None:
-        programs, constants["num_warps"] = 1, 1
+        programs, constants = 1, constants | _SMALL
     stage = Launch(staged.stage_rows, (programs,), arguments, constants)
     # Peers' copies of the first row: x has the same place on every rank.
     first_row = x.data_ptr() - group.rank * group.stride if in_place else workspace.data.address
@@ -187,7 +192,7 @@ def begin(
         # 2. Wait until every peer has staged its rows. This kernel needs an SM while the product
         # occupies all of them; it gets one now, while staging still leaves SMs free.
         awaiting = {"signals": signals, "ctx": context, "notes": notes, "call": mark}
-        Launch(staged.await_rows, (1,), awaiting, {"WORLD_SIZE": ranks, "num_warps": 1})()
+        Launch(staged.await_rows, (1,), awaiting, {"WORLD_SIZE": ranks, **_SMALL})()
         # 3. Copy the peers' rows. A copy of the call's stamp into the signal follows the rows of
         # each source on the same stream, so the product sees the signal only after the rows.
         for source, parts in pieces.items():
@@ -238,7 +243,9 @@ def settle(
         "cells": 0 if gathered is None else gathered.numel(),
         "results": 0 if y is None else y.numel(),
     }
-    constants = {"WORLD_SIZE": group.world_size, "IN_PLACE": in_place, "num_warps": 1}
+    # Behind products, where y is filled, there is room.
+    options = _SMALL if y is None else {"num_warps": 1}
+    constants = {"WORLD_SIZE": group.world_size, "IN_PLACE": in_place, **options}
     Launch(staged.settle_rows, (1,), arguments, constants)()
 
 

@@ -13,7 +13,7 @@ import torch
 
 from interlace.comm import Group
 from interlace.comm.groups.reservation import Reservation
-from interlace.comm.groups.symmetric_memory import Place
+from interlace.comm.groups.symmetric_memory import SymmetricPlace
 from interlace.costs import find_cost
 from interlace.costs.gemm import ProductCost
 from interlace.errors import ArgumentError, did_you_mean
@@ -102,7 +102,7 @@ class GemmOperator(Operator):
         """Whether an implementation lets peers read rows of x where they lie."""
         return any(each.reads_in_place for each in self.implementations)
 
-    def place_of(self, x: torch.Tensor, group: Group) -> Place | None:
+    def place_of(self, x: torch.Tensor, group: Group) -> SymmetricPlace | None:
         """Return where x lies in a symmetric tensor of the group, if peers read its rows there.
 
         Copies fetch rows whole, so they must be contiguous, and begin at multiples of 16 bytes.

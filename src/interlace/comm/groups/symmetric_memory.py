@@ -77,7 +77,7 @@ class Workspace:
         self.notes.zero_()
 
 
-class Place(NamedTuple):
+class SymmetricPlace(NamedTuple):
     """Say where memory lies within a symmetric tensor of the program, in terms that all ranks
     share.
 
@@ -176,7 +176,7 @@ class SymmetricMemory:
         self._tensors_made += 1
         return block
 
-    def place_of(self, tensor: torch.Tensor) -> Place | None:
+    def place_of(self, tensor: torch.Tensor) -> SymmetricPlace | None:
         """Return where a contiguous tensor lies within this rank's part of a symmetric tensor that
         the program has made; None if it lies elsewhere.
         """
@@ -186,7 +186,7 @@ class SymmetricMemory:
         for number, block in list(self._tensors.items()):
             offset = first - (block.address + self._members.rank * block.stride)
             if offset >= 0 and offset + tensor.nbytes <= block.nbytes:
-                return Place(number, offset)
+                return SymmetricPlace(number, offset)
         return None
 
     def _allocate_outputs(self, nbytes: int) -> Block:

@@ -95,10 +95,11 @@ def stage_rows(
     # 3. The last program to finish tells every peer that all rows are staged.
     # If a peer timed out, nothing was staged, and a signal would make peers fetch rows of an
     # earlier call.
-    if (not IN_PLACE) and free > 0:
-        counter = il.peer_pointer(flags + COUNTER, me, group)
-        if il.arrive_last(counter, program, tl.num_programs(0)):
-            il.signal(flags + me + tl.zeros_like(peers), stamp, peers, group, is_peer)
+    if not IN_PLACE:
+        if free > 0:
+            counter = il.peer_pointer(flags + COUNTER, me, group)
+            if il.arrive_last(counter, program, tl.num_programs(0)):
+                il.signal(flags + me + tl.zeros_like(peers), stamp, peers, group, is_peer)
     il.clear_old(flags + HEADER, WORLD_SIZE, epoch, group)
     il.advance_epoch(epochs, epoch)
 

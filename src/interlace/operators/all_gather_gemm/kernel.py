@@ -166,7 +166,8 @@ def all_gather_gemm(
                 routes_of = routes + peers * ROUTE + ROWS_SENT
                 is_sent = is_peer & (tl.load(routes_of, mask=is_peer, other=0) > 0)
                 stamp = arrivals.stamp
-                if not il.wait(flags + HEADER + peers, stamp, peers, 0, group, is_sent):
+                complete = il.wait(flags + HEADER + peers, stamp, peers, 0, group, is_sent)
+                if complete.to(tl.int32) == 0:
                     il.fill_nan(filled, cells)
             if IN_PLACE:
                 await_fetched(flags, epoch, group, WORLD_SIZE)

@@ -200,7 +200,7 @@ def _memory(match: re.Match[str]) -> str:
         )  # fmt: skip
         choice = Choice("fused", config, "")
         found = on_gpu(declaration, rows, columns, inner, torch.bfloat16, ranks, choice)
-        terms = Terms.of_sizes(rows, columns, torch.bfloat16, "cuda")
+        terms = Terms.of_sizes(rows, columns, torch.bfloat16, "cuda", ranks)
         terms = dataclasses.replace(terms, is_even=rows % ranks == 0)
         for implementation in declaration.implementations:
             # PyTorch's own need another PyTorch on some machines, where nothing else differs.

@@ -302,6 +302,18 @@ MUTANTS = [
         "gemm/test_autotune.py",
     ),
     Mutant(
+        "interlace/gemm/fetch.py",
+        "first_row = x.data_ptr() - group.rank * group.stride if in_place",
+        "first_row = x.data_ptr() if in_place",
+        "operators/all_gather_gemm/test_rows_in_place.py::test_results",
+    ),
+    Mutant(
+        "interlace/gemm/dispatch.py",
+        'shared["the_place_of_x"] = "ordinary memory" if place is None else str(place)',
+        "pass",
+        "operators/all_gather_gemm/test_rows_in_place.py::test_ranks_whose_rows_lie_elsewhere",
+    ),
+    Mutant(
         "interlace/gemm/choice.py",
         "default=math.inf) * (1 - profile.margin)",
         "default=math.inf)",

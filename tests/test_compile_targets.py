@@ -55,7 +55,7 @@ def _cases_of(kernel):
         ],
         "admit_parts": lambda: [(_FETCHING, {"WORLD_SIZE": 4, "num_warps": 1})],
         "await_rows": lambda: [(_FETCHING, {"WORLD_SIZE": 8, "num_warps": 1})],
-        "all_gather_gemm": lambda: _products({"INNER_ALIGN": 8}),
+        "all_gather_gemm": _all_gather_gemm,
         "collect": _collect,
         "compare_clocks": lambda: [
             (
@@ -154,14 +154,14 @@ def _cases_of(kernel):
             lambda: _sorting(kernel),
         ),
         "pool_embeddings": _pool_embeddings,
-        "release_rows": lambda: [
-            (_FETCHING | {"gathered": kind, "cells": "i32"}, {"WORLD_SIZE": 8})
-            for kind in ("*bf16", "*fp8e4nv")
-        ],
-        "settle_products": lambda: [
+        "settle_rows": lambda: [
             (
-                _FETCHING | dict.fromkeys(("blocks", "cells"), "i32") | {"y": "*bf16"},
-                {"BLOCK": 4096},
+                _FETCHING | dict.fromkeys(("cells", "results"), "i32") | {present: "*bf16"},
+                {"WORLD_SIZE": 8, "IN_PLACE": in_place, absent: None, "num_warps": 1} | options,
+            )
+            for present, absent, in_place, options in (
+                ("gathered", "y", True, {"maxnreg": 32}),
+                ("y", "gathered", False, {}),
             )
         ],
         "sum_parts": lambda: [
@@ -283,9 +283,10 @@ def _stage_rows():
     addresses = dict.fromkeys(("staged_address", "scale_offset", "own_address"), "i64")
     types = _FETCHING | dict.fromkeys(names, "i32") | addresses | {"x_scale": "*fp32"}
     blocks = {"WORLD_SIZE": 4, "INNER_ALIGN": 8, "FACTOR": 8, "ROWS": 2, "COLS": 512}
-    for own in (False, True):
-        yield types | {"x": "*bf16"}, blocks | {"x_scale": None, "OWN": own}
-    yield types | {"x": "*fp8e4nv"}, blocks | {"INNER_ALIGN": 16, "OWN": True}
+    for own, in_place in ((False, False), (True, True), (False, True)):
+        more = {"x_scale": None, "OWN": own, "IN_PLACE": in_place}
+        yield types | {"x": "*bf16"}, blocks | more
+    yield types | {"x": "*fp8e4nv"}, blocks | {"INNER_ALIGN": 16, "OWN": True, "IN_PLACE": False}
 
 
 def _spread_rows():
@@ -486,6 +487,15 @@ def _embedding_all_to_all_backward():
             "i32", "adagrad", vectors, config.block_runs, rows=config.push_rows, scale=None,
             num_warps=config.update_warps, maxnreg=config.update_registers,
         )  # fmt: skip
+
+
+def _all_gather_gemm():
+    """Products of rows that peers fetch in place, and of rows that they do not, gathered or not."""
+    products = list(_products({"INNER_ALIGN": 8}))
+    for i, (types, constants) in enumerate(products):
+        types = types | {"filled": "*bf16", "cells": "i32"}
+        missing = {"filled": None} if i == 0 else {}
+        yield types, constants | {"IN_PLACE": i != 1} | missing
 
 
 def _products(more=None):

@@ -59,6 +59,8 @@ class Implementation:
             only a caller or a table takes the implementation.
         host_us: Microseconds that the host takes in an eager call, where they are several times
             those of the others; no time of a GPU in a choice is less (decision record 0014).
+        reads_in_place: Whether peers read rows of a symmetric tensor where they lie, so that a call
+            with such rows takes less than predicted by the time to stage them.
         reservation: Returns the symmetric memory that a call needs on each rank, as an
             :class:`interlace.comm.groups.reservation.Reservation`; None where it is not known. It
             is given the call's sizes: around a product, an
@@ -82,6 +84,7 @@ class Implementation:
     config_type: type | None = None
     is_predictable: Callable[[Any], bool] = lambda _: True
     host_us: float = 0.0
+    reads_in_place: bool = False
     reservation: Callable[[Any], Any] = lambda _: None
     backward: Callable[..., Any] | None = None
     alias: str | None = None

@@ -305,12 +305,19 @@ MUTANTS = [
     *_of("gemm_all_to_all, pushed", *_LAMPORT),
     *_of(
         "all_gather_gemm, fused",
-        (f"{_STAGED}:stage_rows", "no wait", ("await_senders", 0)),
-        (f"{_STAGED}:stage_rows", "no release", ("signal", 0)),
+        (f"{_STAGED}:stage_rows", "no wait", ("await_fetched", 0)),
+        (f"{_STAGED}:stage_rows", "no release", ("signal", 1)),
         (f"{_STAGED}:stage_rows", "no wait", ("arrive_last", 0)),
         (f"{_STAGED}:await_rows", "no wait", ("wait", 0)),
         (f"{_STAGED}:await_rows", "wrong epoch", ("wait", 0)),
-        (f"{_GRANTS}:signal_end", "no release", ("signal", 0)),
+        (f"{_STAGED}:await_fetched", "wrong epoch", ("wait", 0)),
+    ),
+    *_of(
+        "all_gather_gemm, fused, in place",
+        ("operators.all_gather_gemm.kernel:all_gather_gemm", "no wait", ("await_fetched", 0)),
+        (f"{_STAGED}:await_fetched", "no wait", ("wait", 0)),
+        (f"{_STAGED}:await_fetched", "wrong epoch", ("wait", 0)),
+        (f"{_STAGED}:await_rows", "no wait", ("wait", 0)),
     ),
     *_of("all_gather_gemm, pushed", *_LAMPORT),
     *_of(

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 import interlace
+from interlace.comm.groups import copies
 from interlace_explorer import Rank
 
 Call = tuple[Callable[[], Any], Any]
@@ -222,6 +223,28 @@ def all_gather(rank: Rank, impl: str = "fused") -> None:
             config=config,
             return_gathered=True,
         )
+        return call, (torch.cat(xs) @ w.T, torch.cat(xs))
+
+    _rounds(rank, make)
+
+
+def all_gather_in_place(rank: Rank) -> None:
+    """Rows of a symmetric tensor, which the next call's rows overwrite."""
+    config = interlace.AllGatherGemmConfig(**_TILES)
+    memory = interlace.empty_symmetric(12 * 48, dtype=torch.float32).local
+
+    def make(kind: int, turn: int) -> Call:
+        rows, inner = ((20, 16), (12, 48))[kind]
+        xs, w = _everyones(rank, rows, inner, seed=turn), _numbers(rank.rank, 32, inner, seed=9)
+        own, x = xs[rank.rank], memory[: rows * inner].view(rows, inner)
+
+        def call() -> Any:
+            # A copy by the host's own means would not be seen by the simulated memory.
+            copies.fetch(rank.group, x.data_ptr(), own.data_ptr(), own.nbytes, rank.rank)
+            return interlace.all_gather_gemm(
+                x, w, impl="fused", config=config, return_gathered=True
+            )
+
         return call, (torch.cat(xs) @ w.T, torch.cat(xs))
 
     _rounds(rank, make)
@@ -477,6 +500,7 @@ PROGRAMS: dict[str, Callable[[Rank], None]] = {
     "gemm_all_to_all, fused": all_to_all,
     "gemm_all_to_all, pushed": functools.partial(all_to_all, impl="pushed"),
     "all_gather_gemm, fused": all_gather,
+    "all_gather_gemm, fused, in place": all_gather_in_place,
     "all_gather_gemm, chunked": functools.partial(all_gather, impl="chunked"),
     "all_gather_gemm, pushed": functools.partial(all_gather, impl="pushed"),
     "embedding forward, direct": embedding_forward,

@@ -28,6 +28,7 @@ _NAMES = [
     "gemm_all_to_all, fused",
     "gemm_all_to_all, pushed",
     "all_gather_gemm, fused",
+    "all_gather_gemm, fused, in place",
     "all_gather_gemm, chunked",
     "all_gather_gemm, pushed",
     "embedding forward, direct",

@@ -237,10 +237,12 @@ def _settled(stamp):
     """
     from interlace.gemm.kernels import staged
 
-    y, epochs = torch.arange(5.0), torch.ones(MAX_PROGRAMS, dtype=torch.int32)
-    staged.settle_products[(2,)](
-        y, epochs, torch.tensor([1, stamp], dtype=torch.int32), 7 << 24, 2, 5, BLOCK=4
-    )
+    group, y, epochs = interlace.group_of(), torch.arange(5.0), torch.ones(MAX_PROGRAMS).int()
+    notes = torch.tensor([1, stamp], dtype=torch.int32)
+    staged.settle_rows[(1,)](
+        None, y, 0, epochs, group.context("test"), notes, 7 << 24, 0, 5, WORLD_SIZE=1,
+        IN_PLACE=False,
+    )  # fmt: skip
     return y.tolist(), epochs.unique().tolist()
 
 

@@ -536,6 +536,11 @@ class MachineProfile:
         )
         return float(cost.link_bytes) / self.link_bytes_per_s * 1e6
 
+    def staging_us(self, call: SizedCall) -> float:
+        """Return how long a rank takes to copy its rows to where peers may fetch them, in us."""
+        own_bytes = ceil_div(call.rows, call.world_size) * call.inner * call.itemsize
+        return 2 * own_bytes / self.product.memory_bytes_per_s * 1e6
+
     def composition(self, operator: str, implementation: str, itemsize: int) -> Composition | None:
         """Return the composition of an implementation, or None if the profile has none."""
         special = self.other_compositions.get(str(itemsize), {})

@@ -6,9 +6,11 @@ import dataclasses
 from collections.abc import Hashable, Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 
 from interlace.comm import Group, process_group_named
+from interlace.comm.groups.symmetric_memory import SymmetricPlace
 from interlace.comm.host.agreement import Family
 from interlace.gemm.config import GemmConfig
 from interlace.gemm.epilogue import Epilogue
@@ -67,6 +69,8 @@ class GemmCall:
         form: By what ``Group.recall_form`` finds a call of other operands that is alike; None for
             nothing.
         family: What ranks have agreed on for all numbers of rows, if they have.
+        place: Where x lies in symmetric memory, the same on every rank, if peers read it there.
+        out: The memory that the caller has for the result; None for new memory.
     """
 
     operator: GemmOperator
@@ -84,6 +88,8 @@ class GemmCall:
     known: tuple[Hashable, ...] | None = None
     form: tuple[Hashable, ...] | None = None
     family: Family | None = None
+    place: SymmetricPlace | None = None
+    out: torch.Tensor | None = None
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:

@@ -78,6 +78,7 @@ def choose_on(
     world_size: int,
     out_dtype: torch.dtype | None = None,
     w_along_k: bool = True,
+    in_place: bool = False,
     default: str = "fused",
 ) -> Choice[Config]:
     """Return the implementation that takes the least time on a GPU, which need not be here.
@@ -87,6 +88,7 @@ def choose_on(
             rows of one rank's split).
         out_dtype: The dtype of the result, if it is not the one that comes by default.
         w_along_k: Whether w is contiguous along K; else it is along N.
+        in_place: Whether peers can read rows of x where they lie.
         default: The implementation to take where no time is known.
     """
     sizes = {"rows": rows, "columns": columns, "inner": inner}
@@ -112,15 +114,16 @@ def choose_on(
         if out_dtype is not None and converts:
             call = dataclasses.replace(call, output_itemsize=out_dtype.itemsize)
         tile = config.block_m, config.block_n
-        times_us = predicted_times(profile, operator, call, tile, terms)
+        times_us = predicted_times(profile, operator, call, tile, terms, in_place=in_place)
         if times_us:
             return fastest(operator, profile, times_us, lambda _: config)
     return tabulated
 
 
 def predicted_times(
-    profile: MachineProfile, operator: str, call: SizedCall, tile: tuple[int, int], terms: Terms
-) -> dict[str, float]:
+    profile: MachineProfile, operator: str, call: SizedCall, tile: tuple[int, int], terms: Terms,
+    *, in_place: bool = False,
+) -> dict[str, float]:  # fmt: skip
     """Return the time of each implementation in microseconds, the shortest first: the GPU's, or
     the host's in an eager call where that is declared and more.
 
@@ -130,6 +133,7 @@ def predicted_times(
     Args:
         tile: Rows and columns of the fused kernel's tiles.
         terms: The properties of the simplest call of these sizes.
+        in_place: Whether peers can read rows of x where they lie. What was measured staged them.
     """
     declaration = operator_named(operator)
     known = {}
@@ -140,7 +144,8 @@ def predicted_times(
             operator, implementation.name, call, implementation.schedule, tile
         )
         if time is not None and implementation.refusal(terms) is None:
-            known[implementation.name] = time
+            is_staged = not (in_place and implementation.reads_in_place)
+            known[implementation.name] = time if is_staged else time - profile.staging_us(call)
     eager_us = declaration.eager_us(known)
     return dict(sorted(eager_us.items(), key=lambda known: known[::-1]))
 

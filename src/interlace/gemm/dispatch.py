@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from interlace.comm import Group, group_named
+from interlace.comm.groups.symmetric_memory import SymmetricPlace
 from interlace.comm.host.agreement import Family
 from interlace.comm.host.identity import profile_digest
 from interlace.comm.replay.deferred import DeferredCall
@@ -99,6 +100,7 @@ def known_call(
     out_dtype: torch.dtype,
     gather: bool,
     impl: str,
+    group: Group,
 ) -> Known:
     """Return the form of a call of plain operands and its addresses, for ``Group.recall``."""
     x_address, w_address = x.data_ptr(), w.data_ptr()
@@ -110,7 +112,7 @@ def known_call(
         operator.name, impl, gather, out_dtype,
         x.shape, x.stride(), x.dtype, x_address % _ALIGNMENT,
         w.shape, w.stride(), w.dtype, w_address % _ALIGNMENT,
-        extra, invariance.is_enabled(), autotune.is_enabled(impl),
+        extra, operator.place_of(x, group), invariance.is_enabled(), autotune.is_enabled(impl),
     )  # fmt: skip
     return form, (x_address, w_address, bias_address)
 
@@ -125,6 +127,7 @@ def run(
     config: str,
     epilogue: Epilogue | None = None,
     known: Known | None = None,
+    out: torch.Tensor | None = None,
 ) -> Any:
     """Run one call whose arguments are validated.
 
@@ -135,6 +138,7 @@ def run(
         epilogue: What is to be computed of the sum over ranks, if the operator does that.
         known: By what a call with an epilogue is to be found when it comes again, for which the
             caller looks; None for nothing.
+        out: The memory of the result, of operators with one result; None for new memory.
 
     Returns:
         The operator's result, or its pair of results.
@@ -145,10 +149,10 @@ def run(
         GroupError: The group is too large or broken.
     """
     group = group_for(operator.name, group_name, operands.x.device)
-    is_plain = epilogue is None and _is_recallable(operands, splits, config)
+    is_plain = epilogue is None and out is None and _is_recallable(operands, splits, config)
     if is_plain and group.replays.is_enabled:
         x, w, bias = operands.x, operands.w, operands.bias
-        known = known_call(operator, x, w, bias, operands.out_dtype, gather, impl)
+        known = known_call(operator, x, w, bias, operands.out_dtype, gather, impl, group)
         if not ranges.is_listening():
             result = group.recall_known(known, x, w, bias)
             if result is not None:
@@ -160,16 +164,17 @@ def run(
     lists = tuple(None if rows is None else tuple(rows) for rows in splits)
     # 1. Agree: once per kind of call, or in every call if the ranks' lists may change separately.
     is_new_each_time = operator.exchanges(lists)
+    place = operator.place_of(operands.x, group) if operator.gives_rows(lists) else None
 
     def decide() -> Decision:
         also_agreed = {} if epilogue is None else epilogue.agreed()
-        return _decide(operator, operands, lists, group, impl, config, also_agreed)
+        return _decide(operator, operands, lists, group, impl, config, place, also_agreed)
 
     if is_new_each_time:
         decision = decide()
     else:
         after = () if epilogue is None else epilogue.signature()
-        key = (operator.name, *operands.signature(), lists, gather, impl, config, *after)
+        key = (operator.name, *operands.signature(), lists, gather, impl, config, place, *after)
         decision = group.once(key, decide)
     call = GemmCall(
         operator=operator,
@@ -187,9 +192,11 @@ def run(
         known=known,
         form=form,
         family=decision.family,
+        place=place,
+        out=out,
     )
     if not operands.columns or not decision.rows.total:
-        return operator.run_empty(call)
+        return operator.run_empty(call) if out is None else out
     if group.memory.limit_bytes is not None and not decision.has_run:
         _keep_what_fits(call, decision)
     # 2. Measure, if the program wants that, and no rank has measured this kind of call.
@@ -288,6 +295,9 @@ def _run(implementation: Implementation, call: GemmCall, decision: Decision) -> 
         call.operator.name, implementation.name, (operands.x, operands.w), lambda: _link_bytes(call)
     ):
         work = implementation.run(call)
+        if call.out is not None and work is not None:
+            is_deferred = isinstance(work, DeferredCall)
+            work = work.into(call.out) if is_deferred else call.out.copy_(work)
         result = call.group.perform(work, call.known)
     replays, is_plain = call.group.replays, call.epilogue is None
     if call.form is None or result is None or (is_plain and replays.alike(call.form) is not None):
@@ -415,6 +425,7 @@ def _decide(
     group: Group,
     impl: str,
     config: str,
+    place: SymmetricPlace | None,
     also_agreed: Mapping[str, Any],
 ) -> Decision:
     """Agree on a call with all ranks, and choose how it runs. Collective.
@@ -424,10 +435,13 @@ def _decide(
     by the same code, tables and profiles.
 
     Args:
+        place: Where x lies, if peers read it there.
         also_agreed: What ranks must have in common beside operands and lists of rows.
     """
     of_rows = operator.agreed(operands, splits, group)
     shared = {**operands.agreed(), **also_agreed, "impl": impl, "config": config}
+    if operator.reads_in_place:
+        shared["the_place_of_x"] = "ordinary memory" if place is None else str(place)
 
     def choose() -> list[Any] | None:
         # Lists that differ by rank are known once ranks have exchanged them; then each chooses.
@@ -437,7 +451,7 @@ def _decide(
             rows = operator.plan_rows(operands.rows, splits, group)
         except InterlaceError:  # which ranks raise below, together
             return None
-        return _choose(operator, operands, rows, group).packed()
+        return _choose(operator, operands, rows, group, place).packed()
 
     # Ranks compare everything before the first of them goes on: a refusal below is every rank's.
     family = None
@@ -462,7 +476,7 @@ def _decide(
     if chosen_by_rank_0 is None:
         # What ranks have in common is what they knew when they agreed.
         with as_of(profiles):
-            choice = _choose(operator, operands, rows, group)
+            choice = _choose(operator, operands, rows, group, place)
     else:
         choice = Choice.unpacked(operator, chosen_by_rank_0)
     if not is_free:
@@ -501,7 +515,13 @@ def _decide(
     )
 
 
-def _choose(operator: GemmOperator, operands: Operands, rows: RowPlan, group: Group) -> Choice[Any]:
+def _choose(
+    operator: GemmOperator,
+    operands: Operands,
+    rows: RowPlan,
+    group: Group,
+    place: SymmetricPlace | None,
+) -> Choice[Any]:
     """Return what a free call takes by what this rank knows, between nodes if there are several."""
     sizes = operands.sizes(rows.product)
     choice = operator.choose(
@@ -509,6 +529,7 @@ def _choose(operator: GemmOperator, operands: Operands, rows: RowPlan, group: Gr
         out_dtype=operands.out_dtype,
         world_size=group.world_size,
         w_along_k=operands.w_along_k,
+        **({} if place is None else {"in_place": True}),
     )
     if not group.spans_nodes:
         return choice

@@ -5,9 +5,10 @@ The protocol is explained in the README.md of ``all_gather_gemm``.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,8 +22,12 @@ from interlace.gemm.launch import padded_columns, row_stride, scale_stride
 from interlace.gemm.operands import ALIGNMENT_BYTES
 from interlace.units import ceil_div, round_up
 
+_SMALL = {"num_warps": 1, "maxnreg": 32}
+"""Of kernels that may have to begin beside a product. The library's leave an SM 1024 registers
+where their programs have 384 threads of 168.
+"""
+
 _STAGERS_PER_SM = 2  # programs that stage rows; with eight, calls take up to 60 us more
-_SETTLED = 4096  # elements that a program fills with NaN at a time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,10 +83,10 @@ def offset_behind(nbytes: int) -> int:
 
 
 class Piece(NamedTuple):
-    """A copy from a peer's staged memory to this rank.
+    """A copy from a peer's rows to this rank.
 
     Attributes:
-        offset: Bytes from the begin of the peer's staged memory.
+        offset: Bytes from the begin of the peer's staged memory, or of its x.
         target: The address on this rank.
         nbytes: The bytes to copy.
     """
@@ -107,6 +112,9 @@ def begin(
     mark: int,
     *,
     own_address: int | None = None,
+    own: torch.Tensor | None = None,
+    in_place: bool = False,
+    tells_beside: bool = False,
     signal: bool,
 ) -> Arrivals:
     """Enqueue the copies that fetch the peers' rows, to run beside the current stream's next work.
@@ -120,11 +128,14 @@ def begin(
         staging: The layout of staged rows.
         x: This rank's rows, ``[m, K]``, contiguous along K.
         x_scale: The scale or scales of float8 rows; else None.
-        gathered: The memory for all rows, contiguous, padding included. It becomes NaN everywhere
-            if a peer's rows did not arrive.
+        gathered: The memory for all rows, contiguous, padding included.
         pieces: The copies from each peer, in the order in which they are enqueued.
         mark: The number from the ranks' agreement.
         own_address: The address in ``gathered`` that x is copied to as well; None for no copy.
+        own: The rows of x in place that are copied there; default: all.
+        in_place: Whether peers fetch the rows from x itself, which lies at one place of symmetric
+            memory on every rank. :func:`settle`, or the product, must wait for them then.
+        tells_beside: Whether peers are told of rows in place beside the current stream's next work.
         signal: Whether to set the product's signals after each source's rows.
     """
     from interlace.gemm.kernels import staged
@@ -136,8 +147,9 @@ def begin(
         workspace.notes,
     )
     align = ALIGNMENT_BYTES // x.dtype.itemsize
+    copied = x if own is None else own
     arguments = {
-        "x": x,
+        "x": copied,
         "x_scale": x_scale,
         "staged_address": workspace.data.address,
         "scale_offset": staging.scale_offset,
@@ -146,7 +158,7 @@ def begin(
         "epochs": workspace.side_epochs,
         "ctx": context,
         "call": mark,
-        "rows": len(x),
+        "rows": len(copied),
         "K": staging.inner,
         "x_stride": row_stride(x),
         "x_scale_stride": scale_stride(x_scale),
@@ -154,63 +166,94 @@ def begin(
     }
     constants = {
         "WORLD_SIZE": ranks,
+        "IN_PLACE": in_place,
         "OWN": own_address is not None,
         "INNER_ALIGN": align,
         "FACTOR": known_factor(x.shape[1], row_stride(x)),
     }
-    # 1. Stage this rank's rows in symmetric memory and tell the peers.
+    # 1. Stage this rank's rows in symmetric memory, unless they are there, and tell the peers.
     programs = 2 if group.backend == "cpu" else _STAGERS_PER_SM * processors(group.device)
-    stage = Launch(staged.stage_rows, (programs,), arguments, constants | {"ROWS": 4, "COLS": 1024})
+    constants |= {"ROWS": 4, "COLS": 1024}
+    if in_place and own_address is None:
+        programs, constants = 1, constants | _SMALL
+    stage = Launch(staged.stage_rows, (programs,), arguments, constants)
+    # Peers' copies of the first row: x has the same place on every rank.
+    first_row = x.data_ptr() - group.rank * group.stride if in_place else workspace.data.address
     arrived: Arrivals = {}
     since = copies.so_far(group)
     # Staging comes before the current stream's next work, not beside it: a product that got the
     # SMs first would occupy all of them, and keep the peers waiting until it ends.
-    stage()
+    tells_beside &= in_place
+    if not tells_beside:
+        stage()
     with copies.beside(group, first=True, since=since):
+        if tells_beside:
+            stage()
         # 2. Wait until every peer has staged its rows. This kernel needs an SM while the product
         # occupies all of them; it gets one now, while staging still leaves SMs free.
         awaiting = {"signals": signals, "ctx": context, "notes": notes, "call": mark}
-        Launch(staged.await_rows, (1,), awaiting, {"WORLD_SIZE": ranks, "num_warps": 1})()
+        Launch(staged.await_rows, (1,), awaiting, {"WORLD_SIZE": ranks, **_SMALL})()
         # 3. Copy the peers' rows. A copy of the call's stamp into the signal follows the rows of
         # each source on the same stream, so the product sees the signal only after the rows.
         for source, parts in pieces.items():
-            staged_address = workspace.data.address + source * group.stride
+            rows_address = first_row + source * group.stride
             for part in parts:
-                copies.fetch(group, part.target, staged_address + part.offset, part.nbytes, source)
+                copies.fetch(group, part.target, rows_address + part.offset, part.nbytes, source)
             if signal and parts:
                 flag = signals + group.rank * group.stride + 4 * (layout.HEADER + source)
                 copies.fetch(group, flag, notes.data_ptr() + 4, 4, group.rank)
             arrived[source] = copies.so_far(group)
-        # 4. Tell every peer that its rows were fetched, so that it may stage the next call's.
-        releasing = {
-            "signals": signals,
-            "ctx": context,
-            "notes": notes,
-            "gathered": gathered,
-            "cells": gathered.numel(),
-        }
-        Launch(staged.release_rows, (1,), releasing, {"WORLD_SIZE": ranks, "num_warps": 1})()
+        # 4. Tell every peer that its rows were fetched, so that it may write others there. The
+        # number of the call is copied, which takes no SM; also where a peer was late, as the copies
+        # are over.
+        done = signals + 4 * (layout.DONE + group.rank)
+        for step in range(1, ranks):
+            source = (group.rank + step) % ranks
+            target = done + source * group.stride
+            copies.signal(group, copies.Transfer(target, notes.data_ptr(), 4, source))
     return arrived
 
 
-def settle(group: Group, staging: Staging, y: torch.Tensor, mark: int) -> None:
-    """Fill the contiguous ``y`` with NaN if a peer's rows did not arrive.
+def settle(
+    group: Group,
+    staging: Staging,
+    gathered: torch.Tensor | None,
+    y: torch.Tensor | None,
+    mark: int,
+    *,
+    in_place: bool,
+) -> None:
+    """Fill contiguous memory with NaN if a peer's rows did not arrive; and with ``in_place`` wait
+    until peers have fetched this rank's rows.
 
-    Products by cuBLAS cannot check arrivals, so this runs after them.
+    Products by cuBLAS cannot check arrivals, so this runs between the copies and them, for the rows
+    that they multiply, or after them, for the rows that a call returns and the product.
     """
     from interlace.gemm.kernels import staged
 
-    workspace, blocks = staging.workspace(group), ceil_div(y.numel(), _SETTLED)
-    settlers = 2 if group.backend == "cpu" else min(blocks, processors(group.device))
+    workspace = staging.workspace(group)
     arguments = {
+        "gathered": gathered,
         "y": y,
+        "signals": workspace.signals.address,
         "epochs": workspace.epochs,
+        "ctx": group.context(staging.operator),
         "notes": workspace.notes,
         "call": mark,
-        "blocks": blocks,
-        "cells": y.numel(),
+        "cells": 0 if gathered is None else gathered.numel(),
+        "results": 0 if y is None else y.numel(),
     }
-    Launch(staged.settle_products, (settlers,), arguments, {"BLOCK": _SETTLED})()
+    # Behind products, where y is filled, there is room.
+    options = _SMALL if y is None else {"num_warps": 1}
+    constants = {"WORLD_SIZE": group.world_size, "IN_PLACE": in_place, **options}
+    Launch(staged.settle_rows, (1,), arguments, constants)()
+
+
+def behind(group: Group) -> contextlib.AbstractContextManager[Any]:
+    """Return a context whose work follows the copies on their stream."""
+    if group.backend == "cpu":
+        return contextlib.nullcontext()
+    return torch.cuda.stream(group.streams.side(True))
 
 
 def end(group: Group) -> None:

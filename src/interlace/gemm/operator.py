@@ -13,6 +13,7 @@ import torch
 
 from interlace.comm import Group
 from interlace.comm.groups.reservation import Reservation
+from interlace.comm.groups.symmetric_memory import SymmetricPlace
 from interlace.costs import find_cost
 from interlace.costs.gemm import ProductCost
 from interlace.errors import ArgumentError, did_you_mean
@@ -21,7 +22,14 @@ from interlace.gemm.between_nodes import times_between_nodes
 from interlace.gemm.call import GemmCall, RowPlan
 from interlace.gemm.choice import choose_product
 from interlace.gemm.config import GemmConfig
-from interlace.gemm.operands import FLOAT8, Operands, output_dtype, require_tensor, validate
+from interlace.gemm.operands import (
+    ALIGNMENT_BYTES,
+    FLOAT8,
+    Operands,
+    output_dtype,
+    require_tensor,
+    validate,
+)  # fmt: skip
 from interlace.gemm.reservations import Ranks, by_implementation
 from interlace.gemm.splits import check_sum, validate_list
 from interlace.registry import BATCH_INVARIANT, Operator, find_operator, operators
@@ -88,6 +96,27 @@ class GemmOperator(Operator):
         """Return what all ranks must have in common, beside what every product has."""
         shared = {"the_shape_of_x": tuple(operands.x.shape)}
         return shared | dict(zip(self.split_names, splits, strict=True))
+
+    @functools.cached_property
+    def reads_in_place(self) -> bool:
+        """Whether an implementation lets peers read rows of x where they lie."""
+        return any(each.reads_in_place for each in self.implementations)
+
+    def place_of(self, x: torch.Tensor, group: Group) -> SymmetricPlace | None:
+        """Return where x lies in a symmetric tensor of the group, if peers read its rows there.
+
+        Copies fetch rows whole, so they must be contiguous, and begin at multiples of 16 bytes.
+        Float8 has scales, which lie elsewhere. Ranks compare the place, so none decides alone.
+        """
+        if not self.reads_in_place or group.world_size == 1 or x.dtype == FLOAT8 or not x.numel():
+            return None
+        row_bytes, first = x.shape[1] * x.itemsize, x.data_ptr()
+        is_aligned = row_bytes % ALIGNMENT_BYTES == 0 and first % ALIGNMENT_BYTES == 0
+        return group.memory.place_of(x) if is_aligned and x.is_contiguous() else None
+
+    def gives_rows(self, splits: Splits) -> bool:
+        """Return whether every rank has rows, as far as lists say: without any, x has no place."""
+        return all(min(rows, default=0) > 0 for rows in splits if rows is not None)
 
     @abc.abstractmethod
     def plan_rows(self, rows: int, splits: Splits, group: Group) -> RowPlan:

@@ -25,7 +25,13 @@ from interlace.comm.groups.registration import (
 from interlace.errors import ArgumentError
 from interlace.gemm import dispatch
 from interlace.gemm.config import GemmConfig
-from interlace.gemm.operands import Operands, output_dtype, validate
+from interlace.gemm.operands import (
+    Operands,
+    output_dtype,
+    require_kind,
+    require_tensor,
+    validate,
+)
 from interlace.gemm.operator import GemmOperator, product_operator
 from interlace.gemm.splits import rank_in
 
@@ -169,7 +175,7 @@ def _recalled(
         return None
     if bias is not None and not bias.is_contiguous():
         return None  # it is copied in each call
-    known = dispatch.known_call(operator, x, w, bias, out_dtype, gather, impl)
+    known = dispatch.known_call(operator, x, w, bias, out_dtype, gather, impl, known_to)
     with past_autograd():
         result = known_to.recall_known(known, x, w, bias)
     return None if result is None else (result,)
@@ -181,6 +187,61 @@ def _unpack(operator: GemmOperator, arguments: tuple[Any, ...]) -> tuple[Any, ..
     tensors, splits = arguments[:_TENSORS], arguments[_TENSORS : _TENSORS + lists]
     out_dtype, *gather, group_name, impl, config = arguments[_TENSORS + lists :]
     return tensors, splits, out_dtype, bool(gather and gather[0]), group_name, impl, config
+
+
+def _call_into(
+    out: torch.Tensor,
+    operator: GemmOperator,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    x_scale: torch.Tensor | None,
+    w_scale: torch.Tensor | None,
+    splits: Sequence[object],
+    out_dtype: torch.dtype | None,
+    group: dist.ProcessGroup | None,
+    impl: str,
+    config: GemmConfig | None,
+) -> torch.Tensor:
+    """Write a call's result into memory of the caller; see :func:`call`.
+
+    Raises:
+        ArgumentError: ``out`` has another shape, dtype or device than the result, is not
+            contiguous, or a gradient is to be recorded; or as :func:`call`.
+    """
+    require_tensor(f"{operator.name}: out", out)
+    if not is_unobserved():
+        # What listens sees an operator without side effects, and a copy.
+        return out.copy_(
+            call(operator, x, w, bias, x_scale, w_scale, splits, out_dtype, group, impl, config)
+        )
+    validate(
+        operator, x, w, bias, x_scale, w_scale, out_dtype, impl, config,
+        takes_float8=operator.takes_float8,
+    )  # fmt: skip
+    operator.validate_splits(tuple(splits))  # type: ignore[arg-type]
+    lists = tuple(None if rows is None else tuple(_numbers(rows)) for rows in splits)  # type: ignore[arg-type]
+    dtype, name = output_dtype(x, out_dtype), default_name(group)
+    shape = [operator.result_rows(x.shape[0], lists, *rank_in(name)), w.shape[0]]
+    if list(out.shape) != shape or not out.is_contiguous():
+        raise ArgumentError(
+            f"{operator.name}: out must be contiguous and {shape}, as the result on this rank; got "
+            f"shape {list(out.shape)} and strides {list(out.stride())}."
+        )
+    require_kind(f"{operator.name}: out", out, dtype, x.device, "the result")
+    tensors = [each for each in (x, w, bias, out) if each is not None]
+    if torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors):
+        raise ArgumentError(
+            f"{operator.name}: out must be left out where a gradient is recorded; got one beside "
+            "an operand that requires a gradient. Leave it out, or call under torch.no_grad()."
+        )
+    operands = Operands(x, w, bias, x_scale, w_scale, dtype)
+    text = "" if config is None else str(config)
+    with past_autograd():
+        result: torch.Tensor = dispatch.run(
+            operator, operands, lists, False, name, impl, text, out=out
+        )
+    return result
 
 
 def call(
@@ -197,6 +258,7 @@ def call(
     config: GemmConfig | None,
     *,
     gather: bool = False,
+    out: torch.Tensor | None = None,
 ) -> Any:
     """Validate the arguments of a public function and call its ``torch.ops.interlace``.
 
@@ -205,10 +267,15 @@ def call(
     Args:
         splits: The operator's lists of rows, in the order of its declaration.
         gather: Whether the gathered x is a result, of operators that return it.
+        out: The memory of the result, of operators with one result that take that.
 
     Raises:
         ArgumentError: No rank could compute this.
     """
+    if out is not None:
+        return _call_into(
+            out, operator, x, w, bias, x_scale, w_scale, splits, out_dtype, group, impl, config
+        )
     tensors = (x, w, bias, x_scale, w_scale)
     has_scales = x_scale is not None or w_scale is not None
     is_plain = not has_scales and config is None and all(rows is None for rows in splits)

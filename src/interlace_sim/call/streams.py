@@ -216,7 +216,6 @@ class Streams:
                 nbytes = self.own_bytes
                 yield from self.copy(source, me, nbytes, ("fetched", source, me))
                 world.post(("rows", source, me))
-            yield from self._alone("release_rows", self._release)
 
         def main() -> Process:
             yield [("staging", me)]
@@ -231,10 +230,6 @@ class Streams:
 
         for process in (stage(), side(), main()):
             world.start(process)
-
-    def _release(self, program: Program) -> Process:
-        program.signal({peer: ("fetched by", self.rank, peer) for peer in program.peers})
-        yield 0
 
     def _copies(self, awaited: Sequence[Sequence[Key]]) -> Process:
         """Copy each peer's part when what it waits for is there, the next rank's first."""

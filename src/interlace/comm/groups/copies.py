@@ -102,7 +102,7 @@ def _copy(target: int, source: int, nbytes: int, stream: torch.cuda.Stream) -> N
     require_enqueued(result, "a copy of %d bytes", nbytes)
 
 
-# Copies to peers, concurrent with kernels
+# Copies to peers
 
 
 class Transfer(NamedTuple):
@@ -119,6 +119,22 @@ class Transfer(NamedTuple):
     source: int
     nbytes: int
     peer: int
+
+
+def signal(group: Group, transfer: Transfer) -> None:
+    """Set a signal on a peer by a copy, after all earlier copies of the current stream.
+
+    Raises:
+        BackendError: The driver refuses the copy.
+    """
+    if group.backend == "cpu":
+        _move(transfer)
+        cpu_faults.traffic().signals += 1
+    else:
+        _copy(transfer.target, transfer.source, transfer.nbytes, group.streams.current())
+
+
+# Copies to peers, concurrent with kernels
 
 
 def push(group: Group, transfers: Sequence[Transfer]) -> None:

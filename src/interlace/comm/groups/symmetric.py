@@ -117,6 +117,9 @@ def empty_symmetric(
     that two devices share. Collective; it returns when all ranks have the memory, zeroed. The
     memory is freed when the last view of it is gone.
 
+    Rows in ``sym.local`` need no staging where an operator's peers fetch them
+    (:func:`interlace.all_gather_gemm`), which orders itself.
+
     Args:
         shape: Shape of one rank's tensor; equal on all ranks.
         dtype: Element type; equal on all ranks.
@@ -142,7 +145,7 @@ def empty_symmetric(
     # Compared first: each rank maps its peers' memory in the size of its own request.
     owner.agreement.compare("empty_symmetric", {"shape": list(sizes), "dtype": str(dtype)})
     nbytes = math.prod(sizes) * dtype.itemsize
-    block = owner.allocate(nbytes)
+    block = owner.memory.allocate_tensor(nbytes)
     spans = bytes_at(
         block.address, (owner.world_size, nbytes), (block.stride, 1), owner.device, block
     )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Callable, Hashable, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -75,6 +77,22 @@ class Workspace:
         self.notes.zero_()
 
 
+class SymmetricPlace(NamedTuple):
+    """Say where memory lies within a symmetric tensor of the program, in terms that all ranks
+    share.
+
+    Attributes:
+        tensor: Number of the tensor: how many the group had made before it.
+        offset: Bytes from the tensor's begin.
+    """
+
+    tensor: int
+    offset: int
+
+    def __str__(self) -> str:
+        return f"symmetric tensor {self.tensor}, byte {self.offset}"
+
+
 class SymmetricMemory:
     """Allocate the symmetric memory of one group, and keep what its operators use.
 
@@ -109,6 +127,11 @@ class SymmetricMemory:
         # compare it when they join.
         is_alone = channel.members.world_size == 1
         self.limit_bytes = None if is_alone else byte_count(LIMIT_VARIABLE)
+        # Symmetric tensors of the program, by number. All ranks make them together, so the numbers
+        # are the same on all of them, whatever the addresses are.
+        self._tensors: weakref.WeakValueDictionary[int, Block] = weakref.WeakValueDictionary()
+        self._tensors_made = 0
+        self._members = channel.members
         # What was refused stays so until memory is released. A rank that asks again later, because
         # it has forgotten a decision that its peers remember, gets their answer.
         self._refused: set[Reservation] = set()
@@ -140,6 +163,31 @@ class SymmetricMemory:
         # All ranks have mapped and zeroed the memory when this ends, so any rank may write.
         with self._streams.on_device(), self._agreement.together("allocating symmetric memory"):
             return self.heap.allocate(nbytes, pieces)
+
+    def allocate_tensor(self, nbytes: int) -> Block:
+        """Allocate the memory of a symmetric tensor that the program makes, of which
+        :meth:`place_of` knows. Collective.
+
+        Raises:
+            WorkspaceError: As :meth:`allocate`.
+        """
+        block = self.allocate(nbytes)
+        self._tensors[self._tensors_made] = block
+        self._tensors_made += 1
+        return block
+
+    def place_of(self, tensor: torch.Tensor) -> SymmetricPlace | None:
+        """Return where a contiguous tensor lies within this rank's part of a symmetric tensor that
+        the program has made; None if it lies elsewhere.
+        """
+        if not self._tensors:  # most programs have none, and every call asks
+            return None
+        first = tensor.data_ptr()
+        for number, block in list(self._tensors.items()):
+            offset = first - (block.address + self._members.rank * block.stride)
+            if offset >= 0 and offset + tensor.nbytes <= block.nbytes:
+                return SymmetricPlace(number, offset)
+        return None
 
     def _allocate_outputs(self, nbytes: int) -> Block:
         self.require_room("results of operators", round_up(nbytes, self.heap.granularity))

@@ -98,3 +98,22 @@ class DeferredCall:
     temporary_bytes: int = 0
     is_of_operands: bool = True
     again: Callable[[], Callable[..., Any] | None] | None = None
+
+    def into(self, out: torch.Tensor) -> DeferredCall:
+        """Return the call with its result in ``out``: without a copy where the call's first tensor
+        is the result as it is, and else by one. It is remembered by nothing, as it refers to
+        ``out``.
+        """
+
+        def take(group: Any) -> tuple[Any, ...]:
+            first_tensor, *others = self.take(group)
+            is_alike = isinstance(first_tensor, torch.Tensor) and (
+                (first_tensor.shape, first_tensor.dtype) == (out.shape, out.dtype)
+            )
+            return (out if is_alike else first_tensor, *others)
+
+        def result(*memory: Any) -> torch.Tensor:
+            y: torch.Tensor = self.result(*memory)
+            return out if y.data_ptr() == out.data_ptr() else out.copy_(y)
+
+        return dataclasses.replace(self, take=take, result=result, is_of_operands=False, again=None)

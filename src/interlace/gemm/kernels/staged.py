@@ -9,12 +9,23 @@ import triton.language as tl
 
 import interlace.language as il
 from interlace.mapped.kernel import tile_at, tiles_of
-from interlace.gemm.kernels.grants import await_senders, signal_end, turn_of
 from interlace.gemm.kernels.lamport import end_call, memory_of
 from interlace.gemm.kernels.places import (
-    COUNTER, FIRST_ROW, HEADER, ROUTE, ROWS_SENT,
+    COUNTER, DONE, FIRST_ROW, HEADER, ROUTE, ROWS_SENT,
 )
 from interlace.gemm.kernels.words import agree, announce
+
+
+@triton.jit
+def await_fetched(flags, epoch, group, WORLD_SIZE: tl.constexpr):
+    """Wait until every peer has fetched this rank's rows of the call ``epoch``; return whether all
+    have.
+
+    A peer's copies set ``[DONE]`` here behind those of the rows. One set of these signals suffices:
+    a peer sets it again only after this rank has told it of its next rows, and so has waited.
+    """
+    peers, is_peer = il.other_ranks(il.rank(group), WORLD_SIZE)
+    return il.wait(flags + DONE + peers, epoch, peers, 0, group, is_peer)
 
 
 @triton.jit(
@@ -25,14 +36,18 @@ from interlace.gemm.kernels.words import agree, announce
 )
 def stage_rows(
     x, x_scale, staged_address, scale_offset, own_address, signals, epochs, ctx, call, rows, K,
-    x_stride, x_scale_stride, inner_groups, WORLD_SIZE: tl.constexpr, OWN: tl.constexpr,
-    INNER_ALIGN: tl.constexpr, FACTOR: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    x_stride, x_scale_stride, inner_groups, WORLD_SIZE: tl.constexpr, IN_PLACE: tl.constexpr,
+    OWN: tl.constexpr, INNER_ALIGN: tl.constexpr, FACTOR: tl.constexpr, ROWS: tl.constexpr,
+    COLS: tl.constexpr,
 ):
     """Copy this rank's rows to where peers may fetch them, and tell them.
 
-    Protocol: wait until every peer has fetched the rows of the previous call (its signal
-    ``[DONE]`` in the previous call's set), copy, and set this rank's signal at every peer. One set
-    of these signals suffices: a signal is set again only after DONE of its reader.
+    Protocol: wait until every peer has fetched the rows of the previous call
+    (:func:`await_fetched`), copy, and set this rank's signal at every peer. One set of these
+    signals suffices: a signal is set again only after DONE of its reader.
+
+    With ``IN_PLACE``, peers fetch the rows from x itself: nothing is copied there, and the first
+    program sets the signal at once. The kernels that wrote x came before on this stream.
 
     With ``OWN``, the rows are also copied to ``own_address``.
 
@@ -47,9 +62,13 @@ def stage_rows(
     peers, is_peer = il.other_ranks(me, WORLD_SIZE)
     flags = il.pointer(signals, tl.int32)
     K_padded = inner_groups * INNER_ALIGN
-    last = il.previous_epoch(epoch)
     # 1. The peers must have fetched the previous call's rows before these are overwritten.
-    free = await_senders(turn_of(flags, last, me, WORLD_SIZE), last, group).to(tl.int32)
+    last = il.previous_epoch(epoch)
+    free = await_fetched(flags, last, group, WORLD_SIZE).to(tl.int32)
+    stamp = il.mark(epoch, call)
+    if IN_PLACE:
+        if (free > 0) & (program == 0):
+            il.signal(flags + me + tl.zeros_like(peers), stamp, peers, group, is_peer)
     target = il.peer_pointer(il.pointer(staged_address, x.dtype.element_ty), me, group)
     # 2. Rows are copied to symmetric memory, and this rank's own share to where it is multiplied.
     # If a peer timed out, nothing is staged, since it may still be reading.
@@ -65,7 +84,8 @@ def stage_rows(
                 own_target = il.pointer(own_address, x.dtype.element_ty)
                 own_value = il.nan_unless(free, value)
                 tl.store(own_target + m * K_padded + k, own_value, mask=inside)
-            tl.store(target + m * K_padded + k, value, mask=inside & (free + m * 0 > 0))
+            if not IN_PLACE:
+                tl.store(target + m * K_padded + k, value, mask=inside & (free + m * 0 > 0))
         if x_scale is not None:
             line = first + lines
             scale = tl.load(x_scale + line * x_scale_stride, mask=line < rows, other=0.0)
@@ -75,11 +95,11 @@ def stage_rows(
     # 3. The last program to finish tells every peer that all rows are staged.
     # If a peer timed out, nothing was staged, and a signal would make peers fetch rows of an
     # earlier call.
-    if free > 0:
-        counter = il.peer_pointer(flags + COUNTER, me, group)
-        if il.arrive_last(counter, program, tl.num_programs(0)):
-            stamp = il.mark(epoch, call)
-            il.signal(flags + me + tl.zeros_like(peers), stamp, peers, group, is_peer)
+    if not IN_PLACE:
+        if free > 0:
+            counter = il.peer_pointer(flags + COUNTER, me, group)
+            if il.arrive_last(counter, program, tl.num_programs(0)):
+                il.signal(flags + me + tl.zeros_like(peers), stamp, peers, group, is_peer)
     il.clear_old(flags + HEADER, WORLD_SIZE, epoch, group)
     il.advance_epoch(epochs, epoch)
 
@@ -104,39 +124,32 @@ def await_rows(signals, ctx, notes, call, WORLD_SIZE: tl.constexpr):
     tl.store(notes + 1, stamp * arrived.to(tl.int32))
 
 
-@triton.jit(do_not_specialize=["signals", "cells"])
-def release_rows(signals, ctx, notes, gathered, cells, WORLD_SIZE: tl.constexpr):
-    """Tell every peer that its rows have been fetched.
-
-    All ``cells`` elements of ``gathered`` become NaN if a peer's rows did not arrive.
-    """
-    group = il.join(ctx)
-    epoch = tl.load(notes)
-    turn = turn_of(il.pointer(signals, tl.int32), epoch, il.rank(group), WORLD_SIZE)
-    # DONE is signalled even after a timeout: the copies are over, so peers may reuse their memory.
-    signal_end(turn, epoch, group)
-    if tl.load(notes + 1) == 0:
-        il.fill_nan(gathered, cells)
-
-
-@triton.jit(do_not_specialize=["call", "blocks", "cells"])
-def settle_products(y, epochs, notes, call, blocks, cells, BLOCK: tl.constexpr):
-    """Fill y with NaN if a peer's rows did not arrive; runs after products that cannot check
-    arrivals.
+@triton.jit(do_not_specialize=["signals", "call", "cells", "results"])
+def settle_rows(
+    gathered, y, signals, epochs, ctx, notes, call, cells, results, WORLD_SIZE: tl.constexpr,
+    IN_PLACE: tl.constexpr,
+):
+    """Fill ``gathered`` and ``y``, of which either may be None, with NaN if a peer's rows did not
+    arrive: for products that cannot check arrivals. They have ``cells`` and ``results`` elements.
 
     Protocol: :func:`await_rows` has written this call's stamp to ``notes`` if all rows arrived.
     The epochs are those of the operator's own kernel, if it has one: a call runs either that kernel
-    or this one, and both advance them.
+    or this one, and both advance them. With ``IN_PLACE`` the first program waits until every peer
+    has fetched this rank's rows, which whatever runs next on the call's stream may overwrite.
 
-    Example: rank 1 never calls; rank 0 has multiplied memory that no rank wrote, and its y becomes
-    NaN everywhere.
+    Example: rank 1 never calls; memory that no rank wrote becomes NaN on rank 0 before it is
+    multiplied, or the product does behind it.
     """
     epoch = il.next_epoch(epochs)
+    group = il.join(ctx)
+    if IN_PLACE:
+        if tl.program_id(0) == 0:
+            await_fetched(il.pointer(signals, tl.int32), epoch, group, WORLD_SIZE)
     if tl.load(notes + 1) != il.mark(epoch, call):
-        for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
-            offsets = (block + tl.zeros([BLOCK], tl.int64)) * BLOCK + tl.arange(0, BLOCK)
-            nan = tl.full([BLOCK], float("nan"), tl.float32)
-            tl.store(y + offsets, nan.to(y.dtype.element_ty), mask=offsets < cells)
+        if gathered is not None:
+            il.fill_nan(gathered, cells)
+        if y is not None:
+            il.fill_nan(y, results)
     il.advance_epoch(epochs, epoch)
 
 

@@ -55,6 +55,7 @@ class AllGatherGemm(GemmOperator):
             run=fused.run,
             reservation=fused.staged_reservation,
             is_batch_invariant=True,
+            reads_in_place=True,
         ),
         Implementation(
             "pushed",
@@ -71,6 +72,7 @@ class AllGatherGemm(GemmOperator):
                 fused.run_chunked,
                 needs(same_dtype=True),
                 schedule="by_rank",
+                reads_in_place=True,
                 reservation=fused.staged_reservation,
             ),
             two_levels.run_all_gather,
@@ -257,7 +259,11 @@ def all_gather_gemm(
 
     Args:
         x: ``[rows of this rank, K]``: float16, bfloat16, float32 or float8_e4m3fn. Other than
-            contiguous rows are copied.
+            contiguous rows are copied. Rows at one place of a symmetric tensor
+            (:func:`interlace.empty_symmetric`) on every rank are not staged: peers fetch them where
+            they are, if they are contiguous and address and length are multiples of 16 bytes
+            (``"fused"`` and ``"chunked"``; no float8). What the stream runs behind the call may
+            overwrite them.
         w: ``[N/R, K]``, as in ``nn.Linear``, of x's dtype: contiguous along K, or along N (``.T``
             of a contiguous ``[K, N]``), the same on every rank. An address or a stride that is no
             multiple of 16 bytes costs the fused kernel a copy in each call.
@@ -299,8 +305,8 @@ def all_gather_gemm(
     Raises:
         ArgumentError: shapes, strides, dtypes, devices or splits do not fit; or float8 operands
             require gradients.
-        RankMismatchError: ranks differ in rows, shapes, dtypes, bias, splits, impl or config;
-            raised on every rank.
+        RankMismatchError: ranks differ in rows, shapes, dtypes, bias, splits, impl, config or the
+            place of x in symmetric tensors; raised on every rank.
         GroupError: the group is too large.
         BackendError: float8 on a GPU without it (compute capability below 8.9).
         PeerTimeoutError: a peer did not make this call before the group's deadline. On CUDA the

@@ -7,6 +7,7 @@ import triton.language as tl
 
 import interlace.language as il
 from interlace.gemm.kernels.places import FIRST_ROW, HEADER, ROUTE, ROWS_SENT
+from interlace.gemm.kernels.staged import await_fetched
 from interlace.gemm.kernels.tiles import (
     Matrices, Scales, cells_of, finish_tile, multiply_tile, padded_stride, tile_place,
 )
@@ -105,18 +106,20 @@ def _multiply(
 @triton.jit(
     do_not_specialize=[
         "y_address", "signals", "call", "most_rows", "part_rows", "N", "K", "x_stride", "w_stride",
+        "cells",
     ]
 )
 def all_gather_gemm(
-    x, w, bias, scales, gathered, gathered_scales, result, y_address, signals, epochs, ctx, routes,
-    call, most_rows, part_rows, N, K, x_stride, w_stride, INNER_ALIGN: tl.constexpr,
-    SENDING: tl.constexpr, TILING: tl.constexpr,
+    x, w, bias, scales, gathered, gathered_scales, filled, result, y_address, signals, epochs, ctx,
+    routes, call, most_rows, part_rows, N, K, x_stride, w_stride, cells, INNER_ALIGN: tl.constexpr,
+    IN_PLACE: tl.constexpr, SENDING: tl.constexpr, TILING: tl.constexpr,
 ):
     """Multiply all ranks' rows, this rank's own first, while copy engines fetch the others.
 
     Protocol: programs go round over tiles: of this rank's own rows, straight from x; then of the
     neighbour's and so on, each after its source's signal, which a copy sets behind the rows
-    themselves.
+    themselves. The last program checks that all rows have come, and with ``IN_PLACE`` waits until
+    every peer has fetched this rank's, as what runs next may write others there.
 
     Example: two ranks with one row each, a on rank 0 and b on rank 1. Rank 0 computes a @ w0.T and,
     once b is in row 1 of its gathered x, b @ w0.T.
@@ -125,6 +128,8 @@ def all_gather_gemm(
         scales: A :class:`Scales`, of this rank's own rows.
         gathered: The rows of all ranks, as x is passed, with rows padded to ``INNER_ALIGN``.
         gathered_scales: A float32 scale per gathered row; None where ``scales`` are.
+        filled: The gathered rows as a pointer, of which ``cells`` elements become NaN if a peer's
+            do not come; None where nobody gets them.
     """
     WORLD_SIZE: tl.constexpr = SENDING.world_size
     BLOCK_M: tl.constexpr = TILING.block_m
@@ -155,4 +160,15 @@ def all_gather_gemm(
             program + rounds * programs, tiles_per_rank * WORLD_SIZE, gathered_matrices,
             scales_of_gathered, bias, output, arrivals, group, False, SENDING, TILING,
         )
+        if program == programs - 1:
+            if filled is not None:
+                peers, is_peer = il.other_ranks(il.rank(group), WORLD_SIZE)
+                routes_of = routes + peers * ROUTE + ROWS_SENT
+                is_sent = is_peer & (tl.load(routes_of, mask=is_peer, other=0) > 0)
+                stamp = arrivals.stamp
+                complete = il.wait(flags + HEADER + peers, stamp, peers, 0, group, is_sent)
+                if complete.to(tl.int32) == 0:
+                    il.fill_nan(filled, cells)
+            if IN_PLACE:
+                await_fetched(flags, epoch, group, WORLD_SIZE)
     il.advance_epoch(epochs, epoch)

@@ -128,6 +128,7 @@ def gemm_reduce_scatter(
     x_scale: torch.Tensor | None = None,
     w_scale: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    out: torch.Tensor | None = None,
     group: dist.ProcessGroup | None = None,
     impl: str = "auto",
     config: GemmReduceScatterConfig | None = None,
@@ -158,6 +159,9 @@ def gemm_reduce_scatter(
         w_scale: The same for w: ``[]`` or ``[1]``, or one a row: ``[N]`` or ``[1, N]``.
         out_dtype: Of the result and of the parts that travel: float16, bfloat16 or float32;
             default: x's, and bfloat16 for float8.
+        out: Memory of the result's shape, dtype and device, contiguous, to write it to; default:
+            new memory. In a symmetric tensor (:func:`interlace.empty_symmetric`)
+            :func:`interlace.all_gather_gemm` need not stage it. Not where a gradient is recorded.
         group: 1 to 8 ranks of one node, or ranks of several nodes, between which ``"chunked"``
             sends slices over the network and ``"unfused"`` takes any call; default: the default
             process group.
@@ -174,7 +178,7 @@ def gemm_reduce_scatter(
             table's.
 
     Returns:
-        ``[splits[rank], N]`` of ``out_dtype``.
+        ``[splits[rank], N]`` of ``out_dtype``: ``out`` where that is given.
 
         Gradients, of which every rank must run the backward pass: ``grad_x, gathered =
         all_gather_gemm(grad, w.T)`` (fused too), ``grad_w = gathered.T @ x``; bias gets the sum of
@@ -182,7 +186,7 @@ def gemm_reduce_scatter(
 
     Raises:
         ArgumentError: shapes, strides, dtypes, devices or splits do not fit; or float8 operands
-            require gradients.
+            require gradients, or any operand does where ``out`` is given.
         RankMismatchError: ranks differ in shapes, dtypes, bias, splits, impl or config; raised on
             every rank.
         GroupError: the group is too large.
@@ -199,6 +203,6 @@ def gemm_reduce_scatter(
     (arXiv:2205.05198) for sequence parallelism.
     """
     y: torch.Tensor = schema.call(
-        OPERATOR, x, w, bias, x_scale, w_scale, [splits], out_dtype, group, impl, config
+        OPERATOR, x, w, bias, x_scale, w_scale, [splits], out_dtype, group, impl, config, out=out
     )
     return y

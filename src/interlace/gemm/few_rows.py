@@ -15,9 +15,16 @@ from typing import Any
 
 import torch
 
-from interlace.comm.launching.kernels import Launch, capability, describe_matrix, known_factor
+from interlace.comm.launching.kernels import (
+    Launch,
+    capability,
+    describe_matrix,
+    known_factor,
+    triton_dtype,
+)
 from interlace.comm.runtime.interpreter import require
 from interlace.errors import ArgumentError
+from interlace.gemm.invariance import block_in_leaf
 from interlace.gemm.launch import moves_tiles, row_stride
 from interlace.gemm.operands import contiguous_dimension, is_aligned
 from interlace.tuning.configuration import Configuration, between, power_of_two
@@ -63,6 +70,7 @@ def multiply(
     config: FewRowsConfig | None = None,
     *,
     is_batch_invariant: bool = False,
+    leaves: int = 1,
 ) -> None:
     """Compute ``x @ w.T, + bias`` for each weight, in one kernel on the current stream.
 
@@ -74,6 +82,8 @@ def multiply(
         results: ``[M, N]`` for each weight, contiguous.
         config: The tiles; default: :func:`default_config`.
         is_batch_invariant: Whether one row must be multiplied as several are.
+        leaves: Parts of K whose sums are added in a tree of pairs, rounded to the dtype of the
+            results; see :func:`interlace.batch_invariant`.
 
     Raises:
         ArgumentError: One of several weights is not contiguous along K.
@@ -89,6 +99,9 @@ def multiply(
         config = default_config(
             x, sum(map(len, weights)), along_k=along_k, by_matrix_unit=by_matrix_unit
         )
+    if leaves > 1:
+        block_k = block_in_leaf(config.block_k, x.shape[1] // leaves)
+        config = dataclasses.replace(config, block_k=block_k)
     # Through descriptors the hardware loads whole tiles, but of aligned rows only.
     is_row = config.rows == 1
     descriptors = not is_row and moves_tiles(x.device) and all(map(is_aligned, (x, *weights)))
@@ -123,7 +136,9 @@ def multiply(
         "TILING": (
             _tiling_of_a_row(x, weights, config)
             if is_row
-            else _tiling(config, weight_first, along_k, descriptors, _factor(x, weights))
+            else _tiling(config, weight_first, along_k, descriptors, _factor(x, weights))._replace(
+                leaves=leaves, node=triton_dtype(results[0].dtype).name
+            )
         ),
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,

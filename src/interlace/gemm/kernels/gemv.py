@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 import interlace.language as il
-from interlace.gemm.kernels.tiles import add_product
+from interlace.gemm.kernels.tiles import add_product, end_step
 
 
 class GemvTiling(NamedTuple):
@@ -25,6 +25,8 @@ class GemvTiling(NamedTuple):
         round_parts: Whether a part is rounded to the operands' dtype before it travels, as those of
             the operators around a GEMM are.
         factor: Of the operands' sizes and strides; see ``il.multiple_of``.
+        leaves, node: As ``Tiling`` has them; of several tokens.
+        in_tree: As ``Sending`` has it.
     """
 
     block_n: Any
@@ -35,6 +37,9 @@ class GemvTiling(NamedTuple):
     word_values: Any
     round_parts: Any = False
     factor: Any = 1
+    leaves: Any = 1
+    node: Any = "fp32"
+    in_tree: Any = False
 
 
 class GemvMatrices(NamedTuple):
@@ -157,9 +162,18 @@ def _several_tokens(x, w, K, TILING: tl.constexpr):
     BLOCK_K: tl.constexpr = TILING.block_k
     k = tl.arange(0, BLOCK_K)
     full_blocks = K if TILING.even_k else K // BLOCK_K * BLOCK_K
+    LEAVES: tl.constexpr = TILING.leaves
+    NODE: tl.constexpr = tl.dtype(TILING.node)
     accumulator = tl.zeros([BLOCK_N, BLOCK_B], tl.float32)
+    if LEAVES > 1:
+        ones = tl.zeros([BLOCK_N, BLOCK_B], NODE)
+        twos, fours = ones, ones
     for start in range(0, full_blocks, BLOCK_K):
         accumulator = _add_product(accumulator, x, w, start + k, K, False)
+        if LEAVES > 1:
+            accumulator, ones, twos, fours = end_step(
+                accumulator, ones, twos, fours, start + BLOCK_K, K, LEAVES, NODE
+            )
     if not TILING.even_k:
         accumulator = _add_product(accumulator, x, w, full_blocks + k, K, True)
     return accumulator

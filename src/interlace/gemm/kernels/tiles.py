@@ -17,6 +17,9 @@ class Tiling(NamedTuple):
         descriptors: Whether x and w are tensor descriptors, or else pointers.
         w_along_k: Whether w is contiguous along K, or else along N.
         factor: Of the operands' sizes and strides; see ``il.multiple_of``.
+        leaves: Parts of K, each of whole steps, whose sums are added in a tree of pairs; 1 to add
+            along all of K.
+        node: Triton's name of the dtype to which sums in that tree are rounded.
     """
 
     block_m: Any
@@ -26,6 +29,8 @@ class Tiling(NamedTuple):
     descriptors: Any
     w_along_k: Any
     factor: Any = 1
+    leaves: Any = 1
+    node: Any = "fp32"
 
 
 class Sending(NamedTuple):
@@ -39,6 +44,7 @@ class Sending(NamedTuple):
         interleave: Tiles for one rank before the next rank's turn; see ``GemmConfig.interleave``.
         in_rank_order: Whether a sum has the same bits whichever rank computes it: every part is
             rounded, this rank's own too, and all are added in rank order.
+        in_tree: Whether they are added in a tree of pairs instead; see ``il.add_to_tree``.
     """
 
     world_size: Any
@@ -47,6 +53,7 @@ class Sending(NamedTuple):
     tile_stores: Any
     interleave: Any
     in_rank_order: Any
+    in_tree: Any = False
 
 
 class Matrices(NamedTuple):
@@ -118,13 +125,22 @@ def multiply_tile(matrices, row, column, rows, TILING: tl.constexpr, w_first=0):
     BLOCK_K: tl.constexpr = TILING.block_k
     W_ALONG_K: tl.constexpr = TILING.w_along_k
     x, w, N, K = matrices.x, matrices.w, matrices.N, matrices.K
+    LEAVES: tl.constexpr = TILING.leaves
+    NODE: tl.constexpr = tl.dtype(TILING.node)
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    if LEAVES > 1:
+        ones = tl.zeros([BLOCK_M, BLOCK_N], NODE)
+        twos, fours = ones, ones
     if TILING.descriptors:
         # Descriptors return zeros beyond the matrix, so no masks are needed along K.
         for k in range(0, K, BLOCK_K):
             left = x.load([row, k])
             right = w.load([column, k]).T if W_ALONG_K else w.load([w_first + k, column])
             total = add_product(total, left, right)
+            if LEAVES > 1:
+                total, ones, twos, fours = end_step(
+                    total, ones, twos, fours, k + BLOCK_K, K, LEAVES, NODE
+                )
     else:
         K = il.multiple_of(K, TILING.factor)
         if not W_ALONG_K:
@@ -147,6 +163,10 @@ def multiply_tile(matrices, row, column, rows, TILING: tl.constexpr, w_first=0):
             inside_w = (inner < K)[:, None] & (n < N)[None, :]
             right = tl.load(columns + step, mask=inside_w, other=0.0)
             total = add_product(total, left, right)
+            if LEAVES > 1:
+                total, ones, twos, fours = end_step(
+                    total, ones, twos, fours, k + BLOCK_K, K, LEAVES, NODE
+                )
     return total
 
 
@@ -155,6 +175,29 @@ def add_product(total, left, right):
     """Return ``total + left @ right``, by the matrix unit."""
     # TensorFloat-32 would lose what float32 callers ask for.
     return tl.dot(left, right, total, input_precision="ieee")
+
+
+@triton.jit
+def end_step(total, ones, twos, fours, end, K, LEAVES: tl.constexpr, NODE: tl.constexpr):
+    """End a step along K: where a leaf ends with it, add the leaf's sum to the tree.
+
+    A leaf is ``K / LEAVES`` columns of K, which are whole steps.
+
+    Args:
+        total: float32 tile: the sum of the leaf so far.
+        ones, twos, fours: The sums that wait; see ``il.add_to_tree``.
+        end: Where the step ends.
+
+    Returns:
+        The next step's ``total``, and the sums that wait; after the last step, the whole sum.
+    """
+    leaf = K // LEAVES
+    if end % leaf == 0:
+        node, ones, twos, fours = il.add_to_tree(
+            total, ones, twos, fours, end // leaf - 1, LEAVES, NODE
+        )
+        total = tl.where(end == K, node, 0.0)
+    return total, ones, twos, fours
 
 
 @triton.jit

@@ -206,7 +206,7 @@ def _form_of(
         return None
     key: list[Hashable] = [
         impl, norm, eps, out_dtype, x.shape[1], x.stride(), x.dtype, w.shape, w.stride(), w.dtype,
-        w.get_device(), invariance.is_enabled(), autotune.is_enabled(impl),
+        w.get_device(), invariance.mode(), autotune.is_enabled(impl),
     ]  # fmt: skip
     for other in (bias, residual, norm_weight, norm_bias, scale):
         if other is None:

@@ -24,7 +24,7 @@ from interlace.comm.launching.kernels import (
 )
 from interlace.comm.runtime.interpreter import require
 from interlace.errors import ArgumentError
-from interlace.gemm.invariance import block_in_leaf
+from interlace.gemm.invariance import block_in_leaf, has_one_arithmetic
 from interlace.gemm.launch import moves_tiles, row_stride
 from interlace.gemm.operands import contiguous_dimension, is_aligned
 from interlace.tuning.configuration import Configuration, between, power_of_two
@@ -62,6 +62,12 @@ class FewRowsConfig(Configuration):
     weight_first: int = between(1, 0, 1)
 
 
+_SAME_FOR_ALL = FewRowsConfig(64, 64, 32, num_stages=3, weight_first=0)
+"""The tiles of all batch-invariant products on GPUs where tiles may change bits."""
+
+_SAME_ON_CPU = FewRowsConfig(columns=32, block_k=32, weight_first=0)
+
+
 def multiply(
     x: torch.Tensor,
     weights: Sequence[torch.Tensor],
@@ -94,7 +100,9 @@ def multiply(
     along_k = all(contiguous_dimension(w) == 1 for w in weights)
     if not along_k and len(weights) > 1:
         raise ArgumentError("several weights must be contiguous along K; copy those that are not.")
-    if config is None:
+    if config is None and is_batch_invariant and not has_one_arithmetic(x.device, x.dtype):
+        config = _SAME_FOR_ALL if x.device.type == "cuda" else _SAME_ON_CPU
+    elif config is None:
         by_matrix_unit = is_batch_invariant or not along_k
         config = default_config(
             x, sum(map(len, weights)), along_k=along_k, by_matrix_unit=by_matrix_unit
@@ -229,7 +237,7 @@ def default_config(
     if rows == 1 and not by_matrix_unit:
         return FewRowsConfig(1, 4, 1024 // x.element_size(), 1, 1)
     if x.device.type == "cpu":
-        return FewRowsConfig(columns=32, block_k=32, weight_first=int(along_k))
+        return dataclasses.replace(_SAME_ON_CPU, weight_first=int(along_k))
     return tiles_for(Gpu.of(x.device), rows, columns, inner, x.element_size(), along_k)
 
 

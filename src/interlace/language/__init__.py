@@ -38,11 +38,9 @@ from interlace.language.packed import get_packed, put_packed, sum_packed
 from interlace.language.primitives import barrier, fence, get, put, put_signal, signal, wait
 from interlace.language.recording import record
 from interlace.language.tiles import accept_tiles, complete_tiles, put_tile
-from interlace.language.tree import add_to_tree
 
 __all__ = [
     "accept_tiles",
-    "add_to_tree",
     "advance_epoch",
     "arrive_last",
     "barrier",

@@ -150,7 +150,7 @@ def sum_packed(
         VALUES: Number of values per word, as they were put. With two, ``own`` and the result are
             ``[*shape, 2]``.
         TREE: If ranks are added in a tree of pairs, the dtype to which sums are rounded before they
-            are added; see :func:`add_to_tree`. None: in rank order.
+            are added; see ``tree.py``. None: in rank order.
 
     Returns:
         The sum (float32 tile); NaN after the deadline, or once the group is broken.

@@ -21,6 +21,8 @@ def add_to_tree(value, ones, twos, fours, index, COUNT: tl.constexpr, NODE: tl.c
         COUNT: 1, 2, 4 or 8.
         NODE: The dtype of sums that are added.
 
+    No sum is -0.0, since put_lamport sends that as 0.0.
+
     Returns:
         The sum of the largest subtree that ends with this value (float32), which after the last
         one is the whole sum; and the three sums that wait.
@@ -32,15 +34,21 @@ def add_to_tree(value, ones, twos, fours, index, COUNT: tl.constexpr, NODE: tl.c
         if index % 2 == 0:
             ones = value.to(NODE)
         else:
-            value = ones.to(tl.float32) + value.to(NODE).to(tl.float32)
+            value = _add(ones, value.to(NODE))
             if COUNT > 2:
                 if index % 4 == 1:
                     twos = value.to(NODE)
                 else:
-                    value = twos.to(tl.float32) + value.to(NODE).to(tl.float32)
+                    value = _add(twos, value.to(NODE))
                     if COUNT > 4:
                         if index % 8 == 3:
                             fours = value.to(NODE)
                         else:
-                            value = fours.to(tl.float32) + value.to(NODE).to(tl.float32)
+                            value = _add(fours, value.to(NODE))
     return value, ones, twos, fours
+
+
+@triton.jit
+def _add(left, right):
+    """Return a float32 sum that is never -0.0."""
+    return left.to(tl.float32) + right.to(tl.float32) + 0.0

@@ -188,7 +188,7 @@ def push_and_sum(
         bias: ``[N]``, added to the sum; None for none.
         mark: The number from ``Group.agree``.
         scatter: Whether each rank has a sum of its own.
-        in_tree: Whether ranks are added in a tree of pairs; see ``il.add_to_tree``.
+        in_tree: Whether ranks are added in a tree of pairs.
     """
     slot_bytes = sum_slot_bytes(y.numel(), y.element_size())
     chunks = ceil_div(y.numel(), _CHUNK)

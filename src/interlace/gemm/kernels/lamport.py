@@ -54,7 +54,7 @@ def sum_parts(
 
     Every rank sums the same parts for itself; with ``SCATTER``, ``part`` has ``elements`` for each
     rank, in the order of ranks. Ranks' parts are added in rank order, or with ``IN_TREE`` in a tree
-    of pairs; see ``il.add_to_tree``.
+    of pairs (``interlace.language.tree``).
 
     **Protocol.** Program p has chunks p, p + programs, ... of the flat part. It puts them into the
     slot of this rank on every peer, all of them first, and then adds what the peers have put into

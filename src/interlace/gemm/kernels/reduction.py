@@ -12,6 +12,7 @@ from interlace.gemm.kernels.places import FIRST_ROW, ROUTE, ROWS_SENT
 from interlace.gemm.kernels.tiles import (
     add_bias, cells_of, multiply_tile, scale_tile, tile_place,
 )
+from interlace.language.tree import add_to_tree
 
 _PARTS_IN_FLIGHT = tl.constexpr(3)
 
@@ -91,7 +92,8 @@ def add_parts(
         # Rounded as if it had travelled: otherwise a row's bits would depend on which rank owns it.
         own = total.to(OUT).to(tl.float32)
         total = tl.zeros_like(total)
-    IN_TREE: tl.constexpr = SENDING.in_tree
+    # A tree of two is their sum in rank order, which takes fewer registers.
+    IN_TREE: tl.constexpr = SENDING.in_tree and WORLD_SIZE > 2
     if IN_TREE:
         ones = tl.zeros(total.shape, OUT)
         twos, fours = ones, ones
@@ -112,7 +114,7 @@ def add_parts(
         if IN_RANK_ORDER:
             value = tl.where(source == me, own, value)
         if IN_TREE:
-            total, ones, twos, fours = il.add_to_tree(
+            total, ones, twos, fours = add_to_tree(
                 value, ones, twos, fours, source, WORLD_SIZE, OUT
             )
         else:

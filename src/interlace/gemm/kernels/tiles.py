@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 import interlace.language as il
+from interlace.language.tree import add_to_tree
 
 
 class Tiling(NamedTuple):
@@ -44,7 +45,7 @@ class Sending(NamedTuple):
         interleave: Tiles for one rank before the next rank's turn; see ``GemmConfig.interleave``.
         in_rank_order: Whether a sum has the same bits whichever rank computes it: every part is
             rounded, this rank's own too, and all are added in rank order.
-        in_tree: Whether they are added in a tree of pairs instead; see ``il.add_to_tree``.
+        in_tree: Whether they are added in a tree of pairs instead; see :func:`add_to_tree`.
     """
 
     world_size: Any
@@ -115,32 +116,49 @@ def tile_place(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
 def multiply_tile(matrices, row, column, rows, TILING: tl.constexpr, w_first=0):
     """Return ``x[row :] @ w[column :].T``, float32 ``[block_m, block_n]``.
 
+    K is added from its beginning to its end, or with several ``TILING.leaves`` each leaf of it, and
+    leaves in a tree of pairs; see :func:`add_to_tree`.
+
     Args:
         rows: Rows of x; rows of the result beyond them are undefined.
         w_first: Where K begins in a descriptor of several weights, one behind the other, if w is
             contiguous along N.
     """
+    LEAVES: tl.constexpr = TILING.leaves
+    K = matrices.K
+    if LEAVES == 1:
+        total = _multiply_columns(matrices, row, column, rows, 0, K, TILING, w_first)
+    else:
+        NODE: tl.constexpr = tl.dtype(TILING.node)
+        total = tl.zeros([TILING.block_m, TILING.block_n], tl.float32)
+        ones = total.to(NODE)
+        twos, fours = ones, ones
+        size = K // LEAVES
+        # A branch within the loop over steps would make ptxas serialise the matrix unit.
+        for leaf in range(LEAVES):
+            first = leaf * size
+            part = _multiply_columns(
+                matrices, row, column, rows, first, first + size, TILING, w_first
+            )
+            total, ones, twos, fours = add_to_tree(part, ones, twos, fours, leaf, LEAVES, NODE)
+    return total
+
+
+@triton.jit
+def _multiply_columns(matrices, row, column, rows, first, end, TILING: tl.constexpr, w_first):
+    """Return what columns ``first`` to ``end`` of K add to :func:`multiply_tile`."""
     BLOCK_M: tl.constexpr = TILING.block_m
     BLOCK_N: tl.constexpr = TILING.block_n
     BLOCK_K: tl.constexpr = TILING.block_k
     W_ALONG_K: tl.constexpr = TILING.w_along_k
     x, w, N, K = matrices.x, matrices.w, matrices.N, matrices.K
-    LEAVES: tl.constexpr = TILING.leaves
-    NODE: tl.constexpr = tl.dtype(TILING.node)
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    if LEAVES > 1:
-        ones = tl.zeros([BLOCK_M, BLOCK_N], NODE)
-        twos, fours = ones, ones
     if TILING.descriptors:
         # Descriptors return zeros beyond the matrix, so no masks are needed along K.
-        for k in range(0, K, BLOCK_K):
+        for k in range(first, end, BLOCK_K):
             left = x.load([row, k])
             right = w.load([column, k]).T if W_ALONG_K else w.load([w_first + k, column])
             total = add_product(total, left, right)
-            if LEAVES > 1:
-                total, ones, twos, fours = end_step(
-                    total, ones, twos, fours, k + BLOCK_K, K, LEAVES, NODE
-                )
     else:
         K = il.multiple_of(K, TILING.factor)
         if not W_ALONG_K:
@@ -152,7 +170,7 @@ def multiply_tile(matrices, row, column, rows, TILING: tl.constexpr, w_first=0):
         m, n = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
         lines = x + m.to(tl.int64)[:, None] * x_stride
         columns = w + n.to(tl.int64)[None, :] * (w_stride if W_ALONG_K else 1)
-        for k in range(0, K, BLOCK_K):
+        for k in range(first, end, BLOCK_K):
             inner = k + tl.arange(0, BLOCK_K)
             inside_x = (m < rows)[:, None] & (inner < K)[None, :]
             left = tl.load(lines + inner[None, :], mask=inside_x, other=0.0)
@@ -163,10 +181,6 @@ def multiply_tile(matrices, row, column, rows, TILING: tl.constexpr, w_first=0):
             inside_w = (inner < K)[:, None] & (n < N)[None, :]
             right = tl.load(columns + step, mask=inside_w, other=0.0)
             total = add_product(total, left, right)
-            if LEAVES > 1:
-                total, ones, twos, fours = end_step(
-                    total, ones, twos, fours, k + BLOCK_K, K, LEAVES, NODE
-                )
     return total
 
 
@@ -175,29 +189,6 @@ def add_product(total, left, right):
     """Return ``total + left @ right``, by the matrix unit."""
     # TensorFloat-32 would lose what float32 callers ask for.
     return tl.dot(left, right, total, input_precision="ieee")
-
-
-@triton.jit
-def end_step(total, ones, twos, fours, end, K, LEAVES: tl.constexpr, NODE: tl.constexpr):
-    """End a step along K: where a leaf ends with it, add the leaf's sum to the tree.
-
-    A leaf is ``K / LEAVES`` columns of K, which are whole steps.
-
-    Args:
-        total: float32 tile: the sum of the leaf so far.
-        ones, twos, fours: The sums that wait; see ``il.add_to_tree``.
-        end: Where the step ends.
-
-    Returns:
-        The next step's ``total``, and the sums that wait; after the last step, the whole sum.
-    """
-    leaf = K // LEAVES
-    if end % leaf == 0:
-        node, ones, twos, fours = il.add_to_tree(
-            total, ones, twos, fours, end // leaf - 1, LEAVES, NODE
-        )
-        total = tl.where(end == K, node, 0.0)
-    return total, ones, twos, fours
 
 
 @triton.jit

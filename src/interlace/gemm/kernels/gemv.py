@@ -169,7 +169,9 @@ def _several_tokens(x, w, K, TILING: tl.constexpr):
             accumulator = _add_product(accumulator, x, w, full_blocks + k, K, True)
     else:
         NODE: tl.constexpr = tl.dtype(TILING.node)
-        accumulator = tl.zeros([TILING.block_n, TILING.block_b], tl.float32)
+        BLOCK_N: tl.constexpr = TILING.block_n
+        BLOCK_B: tl.constexpr = TILING.block_b
+        accumulator = tl.zeros([BLOCK_N, BLOCK_B], tl.float32)
         ones = accumulator.to(NODE)
         twos, fours = ones, ones
         # Leaves are whole blocks.
@@ -185,9 +187,11 @@ def _several_tokens(x, w, K, TILING: tl.constexpr):
 @triton.jit
 def _multiply_blocks(x, w, first, end, K, TILING: tl.constexpr):
     """Compute what whole blocks from column ``first`` to ``end`` add to the sum over K."""
+    BLOCK_N: tl.constexpr = TILING.block_n
+    BLOCK_B: tl.constexpr = TILING.block_b
     BLOCK_K: tl.constexpr = TILING.block_k
     k = tl.arange(0, BLOCK_K)
-    accumulator = tl.zeros([TILING.block_n, TILING.block_b], tl.float32)
+    accumulator = tl.zeros([BLOCK_N, BLOCK_B], tl.float32)
     for start in range(first, end, BLOCK_K):
         accumulator = _add_product(accumulator, x, w, start + k, K, False)
     return accumulator

@@ -130,7 +130,9 @@ def multiply_tile(matrices, row, column, rows, TILING: tl.constexpr, w_first=0):
         total = _multiply_columns(matrices, row, column, rows, 0, K, TILING, w_first)
     else:
         NODE: tl.constexpr = tl.dtype(TILING.node)
-        total = tl.zeros([TILING.block_m, TILING.block_n], tl.float32)
+        BLOCK_M: tl.constexpr = TILING.block_m
+        BLOCK_N: tl.constexpr = TILING.block_n
+        total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         ones = total.to(NODE)
         twos, fours = ones, ones
         size = K // LEAVES

@@ -43,6 +43,16 @@ def _traced(case):
 def _cases_of(kernel):
     return {
         **dict.fromkeys(_EXCHANGES, lambda: _exchanges(kernel)),
+        "add_pieces": lambda: [
+            (
+                _FETCHING
+                | dict.fromkeys(("y", "bias"), dtype)
+                | {"slot_address": "i64"}
+                | dict.fromkeys(("most_rows", "rows", "piece_rows", "N", "row_stride"), "i32"),
+                {"WORLD_SIZE": ranks, "PIECES": 2, "FACTOR": 1, "ROWS": 4, "COLS": 1024} | more,
+            )
+            for dtype, ranks, more in (("*bf16", 2, {}), ("*fp32", 3, {"bias": None}))
+        ],
         "admit_parts": lambda: [(_FETCHING, {"WORLD_SIZE": 4, "num_warps": 1})],
         "await_rows": lambda: [(_FETCHING, {"WORLD_SIZE": 8, "num_warps": 1})],
         "all_gather_gemm": lambda: _products({"INNER_ALIGN": 8}),

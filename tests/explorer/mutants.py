@@ -204,6 +204,7 @@ def _of(protocol: str, *mistakes: tuple[Any, ...]) -> list[Mutant]:
 
 _GEMV, _SUM = "operators.gemm_all_reduce.kernels", "gemm.kernels.reduction:send_and_sum"
 _GRANTS = "gemm.kernels.grants"
+_PIECES = "operators.gemm_reduce_scatter.kernel:_await_pieces"
 _LOSS = "operators.linear_cross_entropy.kernel:losses_of_rows"
 _TOP_K = "operators.linear_top_k.kernel:choose_columns"
 _A2A = "operators.gemm_all_to_all.kernel:gemm_all_to_all"
@@ -274,9 +275,15 @@ MUTANTS = [
     *_of(
         "gemm_reduce_scatter, chunked",
         ("operators.gemm_reduce_scatter.kernel:admit_parts", "no wait", ("await_senders", 0)),
-        ("operators.gemm_reduce_scatter.kernel:multiply_and_sum", "no wait", ("wait", 0)),
-        ("operators.gemm_reduce_scatter.kernel:multiply_and_sum", "wrong epoch", ("wait", 0)),
+        (_PIECES, "no wait", ("wait", 0)),
+        (_PIECES, "wrong epoch", ("wait", 0)),
         (f"{_GRANTS}:signal_end", "no release", ("signal", 0)),
+    ),
+    *_of(
+        "gemm_reduce_scatter, chunked, few rows",
+        (_PIECES, "no wait", ("wait", 0)),
+        (_PIECES, "wrong epoch", ("wait", 0)),
+        (f"{_GRANTS}:end_sending", "no wait", ("arrive_last", 0)),
     ),
     *_of("gemm_reduce_scatter, pushed", *_LAMPORT),
     *_of(

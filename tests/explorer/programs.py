@@ -124,13 +124,15 @@ def _rows(rank: Rank, impl: str) -> int:
     return {"remote_stores": 32, "pushed": 4}.get(impl, 20) * rank.world_size
 
 
-def reduce_scatter(rank: Rank, impl: str = "fused", empty: bool = False) -> None:
-    """Ranks get different numbers of rows, but of pushed ones; ``empty``: the last gets none."""
+def reduce_scatter(rank: Rank, impl: str = "fused", empty: bool = False, few: bool = False) -> None:
+    """Ranks get different numbers of rows, but of pushed ones; ``empty``: the last gets none;
+    ``few``: fewer than a tile has, which ``chunked`` multiplies without its kernel.
+    """
     config = interlace.GemmReduceScatterConfig(**_TILES)
     splits = (
         [_rows(rank, impl) // rank.world_size] * rank.world_size
         if impl == "pushed"
-        else [36, 4, 20][: rank.world_size]
+        else ([9, 1, 5] if few else [36, 4, 20])[: rank.world_size]
     )
     splits[-1] *= not empty
     rows = sum(splits)
@@ -463,6 +465,9 @@ PROGRAMS: dict[str, Callable[[Rank], None]] = {
     "gemm_reduce_scatter, fused": reduce_scatter,
     "gemm_reduce_scatter, fused, no rows": functools.partial(reduce_scatter, empty=True),
     "gemm_reduce_scatter, chunked": functools.partial(reduce_scatter, impl="chunked"),
+    "gemm_reduce_scatter, chunked, few rows": functools.partial(
+        reduce_scatter, impl="chunked", few=True
+    ),
     "gemm_reduce_scatter, pushed": functools.partial(reduce_scatter, impl="pushed"),
     "gemm_all_reduce, fused": all_reduce,
     "gemm_all_reduce, remote_stores": functools.partial(all_reduce, impl="remote_stores"),

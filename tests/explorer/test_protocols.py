@@ -18,6 +18,7 @@ _NAMES = [
     "gemm_reduce_scatter, fused",
     "gemm_reduce_scatter, fused, no rows",
     "gemm_reduce_scatter, chunked",
+    "gemm_reduce_scatter, chunked, few rows",
     "gemm_reduce_scatter, pushed",
     "gemm_all_reduce, fused",
     "gemm_all_reduce, remote_stores",

@@ -249,7 +249,7 @@ def _calls():
         ("cpu", "cuda"), (torch.bfloat16, torch.float8_e4m3fn), *[(False, True)] * 3,
         ((), (0, 0, 1, 1), (0, 0, 0, 1)),
     ):  # fmt: skip
-        terms = Terms.of_sizes(4096, 4096, dtype, device)
+        terms = Terms.of_sizes(4096, 4096, dtype, device, 4)
         yield dataclasses.replace(
             terms, has_bias=bias, converts=converts, is_even=even, node_of_rank=nodes
         )

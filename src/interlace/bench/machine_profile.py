@@ -117,7 +117,7 @@ def points_of(
                 # Nothing is fitted where nothing is predicted: by kernels for few rows, with more
                 # rows or with a weight that they copy.
                 terms = dataclasses.replace(
-                    Terms.of_sizes(rows, columns, getattr(torch, dtype), "cuda"),
+                    Terms.of_sizes(rows, columns, getattr(torch, dtype), "cuda", ranks),
                     w_along_k=w_along_k,
                 )
                 implementations = tuple(

@@ -192,11 +192,11 @@ class TimedProduct(Benchmark[Any]):
     @property
     def terms(self) -> Terms:
         """The terms by which implementations may refuse the case's calls."""
-        shape = self.shape
-        terms = Terms.of_sizes(shape.rows, shape.columns, shape.dtype, self.device.type)
+        shape, ranks = self.shape, self.owner.world_size
+        terms = Terms.of_sizes(shape.rows, shape.columns, shape.dtype, self.device.type, ranks)
         return dataclasses.replace(
             terms,
-            is_even=shape.rows % self.owner.world_size == 0,
+            is_even=shape.rows % ranks == 0,
             has_bias=shape.has_bias,
             w_along_k=shape.w_along_k,
         )

@@ -85,7 +85,7 @@ def _reservation(
         sizes = (rows, product.columns, product.inner)
         call = SizedCall.of_dtype(str(dtype).removeprefix("torch."), *sizes, ranks)
         choice = choice_on(gpu, operator, call, dtype)
-        terms = Terms.of_sizes(rows, product.columns, dtype, "cuda")
+        terms = Terms.of_sizes(rows, product.columns, dtype, "cuda", ranks)
         terms = dataclasses.replace(terms, is_even=rows % ranks == 0)
         impl = "pushed" if is_many else choice.accepted(operator, terms)[0]
         if impl != "gemm":

@@ -261,7 +261,7 @@ def _choose_invariant(operator: Operator, terms: Terms) -> str:
 
 def _terms(product: Product, rows: int, ranks: int) -> Terms:
     """Return the terms of the operator's call if its result has the operands' dtype."""
-    terms = Terms.of_sizes(rows, product.columns, product.dtype, product.device.type)
+    terms = Terms.of_sizes(rows, product.columns, product.dtype, product.device.type, ranks)
     return dataclasses.replace(terms, has_bias=product.bias is not None, is_even=rows % ranks == 0)
 
 

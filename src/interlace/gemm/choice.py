@@ -106,7 +106,7 @@ def choose_on(
         # Float8 has a wider result.
         converts = dtype.itemsize == 1 if out_dtype is None else out_dtype != dtype
         terms = Terms(
-            rows, "cuda", dtype, rows * columns * dtype.itemsize,
+            rows, "cuda", dtype, rows * columns * dtype.itemsize, world_size,
             converts=converts, is_even=rows % world_size == 0, w_along_k=w_along_k,
         )  # fmt: skip
         if out_dtype is not None and converts:

@@ -85,6 +85,11 @@ batch-invariant, and whether they are measured. What ranks have agreed on for su
 they forget it together.
 """
 
+Known = tuple[Form, Hashable | None]
+"""The form of a call, and what tells it from the others of that form, its addresses; None for those
+of a call that its form alone finds.
+"""
+
 _ALIGNMENT = 16
 """Bytes: Triton compiles for an address that this divides, and for one that it does not."""
 
@@ -97,7 +102,7 @@ def known_call(
     out_dtype: torch.dtype,
     gather: bool,
     impl: str,
-) -> tuple[Form, Hashable]:
+) -> Known:
     """Return the form of a call of plain operands and its addresses, for ``Group.recall``."""
     x_address, w_address = x.data_ptr(), w.data_ptr()
     bias_address, extra = 0, None
@@ -122,7 +127,7 @@ def run(
     impl: str,
     config: str,
     epilogue: Epilogue | None = None,
-    form: Form | None = None,
+    known: Known | None = None,
 ) -> Any:
     """Run one call whose arguments are validated.
 
@@ -131,8 +136,8 @@ def run(
         gather: Whether the gathered x is a result, too.
         config: The text of a configuration, or empty for the tuned table's.
         epilogue: What is to be computed of the sum over ranks, if the operator does that.
-        form: By what ``Group.recall_form`` is to find calls with an epilogue that are alike; None
-            for nothing.
+        known: By what a call with an epilogue is to be found when it comes again, for which the
+            caller looks; None for nothing.
 
     Returns:
         The operator's result, or its pair of results.
@@ -143,19 +148,17 @@ def run(
         GroupError: The group is too large or broken.
     """
     group = group_for(operator.name, group_name, operands.x.device)
-    known: tuple[Hashable, ...] | None = None
-    if group.replays.is_enabled and _is_recallable(operands, splits, config):
+    is_plain = epilogue is None and _is_recallable(operands, splits, config)
+    if is_plain and group.replays.is_enabled:
         x, w, bias = operands.x, operands.w, operands.bias
-        of_form = known = known_call(operator, x, w, bias, operands.out_dtype, gather, impl)
-        if epilogue is None:
-            form = of_form[0]
-        else:
-            known = (known, epilogue.norm, epilogue.eps, epilogue.out_dtype, *epilogue.memory())
+        known = known_call(operator, x, w, bias, operands.out_dtype, gather, impl)
         if not ranges.is_listening():
-            is_plain = epilogue is None
-            result = group.recall_known(of_form, x, w, bias) if is_plain else group.recall(known)
+            result = group.recall_known(known, x, w, bias)
             if result is not None:
                 return result
+    form = None if known is None else known[0]
+    if known is not None and known[1] is None:
+        known = None
     impl = effective_impl(operator, impl)
     lists = tuple(None if rows is None else tuple(rows) for rows in splits)
     # 1. Agree: once per kind of call, or in every call if the ranks' lists may change separately.
@@ -455,7 +458,7 @@ def _decide(
         profiles, kind = version(), tuple(agreed.items())
     operands.require_supported(operator.name, operator.takes_float8)
     rows = operator.plan_rows(operands.rows, splits, group)
-    terms = operands.terms(rows.is_even, group.members.node_of_rank)
+    terms = operands.terms(rows.is_even, group.world_size, group.members.node_of_rank)
     # A call within the mode says by its word what the caller has named.
     named, is_free = name_in(impl), not is_invariant(impl)
     most_ranks, leaves = most_ranks_in(impl), 0

@@ -342,11 +342,12 @@ class Operands:
         """Return where the operands lie, by which ``Replays.run`` tells calls apart."""
         return *places(self.x, self.w, self.bias, self.x_scale, self.w_scale), self.out_dtype
 
-    def terms(self, is_even: bool, node_of_rank: tuple[int, ...] = ()) -> Terms:
+    def terms(self, is_even: bool, world_size: int, node_of_rank: tuple[int, ...] = ()) -> Terms:
         """Return the properties by which an implementation may refuse a call of these operands.
 
         Args:
             is_even: Whether every rank gets as many rows from every rank.
+            world_size: The number of ranks.
             node_of_rank: Number of each rank's node; empty if all ranks are on one node.
         """
         return Terms(
@@ -354,6 +355,7 @@ class Operands:
             self.x.device.type,
             self.x.dtype,
             result_bytes=self.rows * self.columns * self.out_dtype.itemsize,
+            world_size=world_size,
             has_bias=self.bias is not None,
             converts=self.out_dtype != self.x.dtype,
             is_even=is_even,

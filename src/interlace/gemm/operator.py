@@ -219,7 +219,7 @@ class GemmOperator(Operator):
         rows, is_even = self.product_rows(operands.rows, lists, world_size)
         choice = self.choice_of(operands, rows, world_size, nodes)
         node_of_rank = tuple(rank * nodes // world_size for rank in range(world_size))
-        terms = operands.terms(is_even, node_of_rank if nodes > 1 else ())
+        terms = operands.terms(is_even, world_size, node_of_rank if nodes > 1 else ())
         if invariance.is_enabled():
             name = invariance.invariant_implementation(self, x.device, x.dtype, choice, terms).name
             invariant = self._invariant_choice(operands, choice, world_size)

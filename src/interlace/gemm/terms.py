@@ -19,6 +19,7 @@ class Terms:
         device_type: ``"cuda"`` or ``"cpu"``.
         dtype: The operands' dtype.
         result_bytes: The size of the whole product, in bytes.
+        world_size: The number of ranks.
         has_bias: Whether there is a bias to add.
         converts: Whether the result's dtype is not that of the operands.
         is_even: Whether every rank gets as many rows from every rank.
@@ -30,6 +31,7 @@ class Terms:
     device_type: str
     dtype: torch.dtype
     result_bytes: int
+    world_size: int
     has_bias: bool = False
     converts: bool = False
     is_even: bool = True
@@ -37,6 +39,8 @@ class Terms:
     w_along_k: bool = True
 
     @staticmethod
-    def of_sizes(rows: int, columns: int, dtype: torch.dtype, device_type: str) -> Terms:
+    def of_sizes(
+        rows: int, columns: int, dtype: torch.dtype, device_type: str, world_size: int
+    ) -> Terms:
         """Return the terms of the simplest call of these sizes: even rows, no bias, one dtype."""
-        return Terms(rows, device_type, dtype, rows * columns * dtype.itemsize)
+        return Terms(rows, device_type, dtype, rows * columns * dtype.itemsize, world_size)

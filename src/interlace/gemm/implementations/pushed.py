@@ -36,8 +36,11 @@ from interlace.registry import Implementation
 from interlace.units import ceil_div, round_up
 
 _MOST_BYTES = 16 << 20
-"""Of a product: with more, signals cost less than memory that is read again and again and freed,
-and of an all-reduce each rank should sum a share.
+"""Of a product: with more, signals cost less than memory that is read again and again and freed."""
+
+_MOST_PARTS_BYTES = 64 << 20
+"""Of the parts of all ranks that each sums in an all-reduce; the memory for them is twice as much.
+With more than two ranks each should sum a share of so much.
 """
 
 _CHUNK = 2048
@@ -371,7 +374,7 @@ PUSHED_ALL_REDUCE = Implementation(
     "pushed",
     "a product, then one kernel that stores the parts in the peers' memory and sums them",
     functools.partial(_run, push=functools.partial(_push_sum, scatter=False)),
-    needs(same_dtype=True, dtypes=FLOATS, most_bytes=_MOST_BYTES),
+    needs(same_dtype=True, dtypes=FLOATS, most_parts_bytes=_MOST_PARTS_BYTES),
     schedule="to_all",
     is_batch_invariant=True,
     reservation=_sum_reservation,

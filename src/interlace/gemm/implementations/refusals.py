@@ -22,6 +22,7 @@ def needs(
     no_bias: bool = False,
     multiple_bytes: int = 1,
     most_bytes: int | None = None,
+    most_parts_bytes: int | None = None,
 ) -> Callable[[Terms], str | None]:
     """Return a refusal of calls without these properties.
 
@@ -35,12 +36,16 @@ def needs(
         no_bias: There must be no bias.
         multiple_bytes: The size of the whole product must be a multiple of so many bytes.
         most_bytes: The whole product must have at most so many bytes.
+        most_parts_bytes: So must the parts of all ranks together, each as large as the product.
     """
     names = [str(dtype).removeprefix("torch.") for dtype in dtypes]
     dtype_names = " or ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
 
     def refusal(terms: Terms) -> str | None:
         has_gpu = terms.device_type == "cuda"
+        most = most_bytes
+        if most_parts_bytes is not None:
+            most = most_parts_bytes // terms.world_size
         rules = (
             (has_gpu or not gpu, "a GPU"),
             # Without a GPU PyTorch's operators need not be looked for, which imports a lot.
@@ -58,8 +63,8 @@ def needs(
                 f"a result whose size is a multiple of {multiple_bytes} bytes",
             ),
             (
-                most_bytes is None or terms.result_bytes <= most_bytes,
-                f"a result of at most {(most_bytes or 0) >> 20} MiB",
+                most is None or terms.result_bytes <= most,
+                f"a result of at most {(most or 0) / 2**20:.3g} MiB",
             ),
         )
         return " and ".join(rule for holds, rule in rules if not holds) or None

@@ -166,11 +166,18 @@ _OTHERS = 3
 
 def _run(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, *arguments: Any) -> _Results:
     group_name, impl, config = arguments[-_OTHERS:]
-    form = _form_of(x, w, bias, *arguments)
-    if form is not None and not ranges.is_listening():
-        known = known_group(process_group_named(group_name), x.device)
-        tensors = (arguments[place] for place in _TENSORS)
-        results = None if known is None else known.recall_form(form, None, x, w, bias, *tensors)
+    known = _known_call(x, w, bias, *arguments)
+    if known is not None and not ranges.is_listening():
+        group = known_group(process_group_named(group_name), x.device)
+        results = None
+        if group is not None:
+            form, addresses = known
+            others = [arguments[place] for place in _TENSORS]
+            results = (
+                group.recall_form(form, None, x, w, bias, *others)
+                if addresses is None
+                else group.recall(known)
+            )
         if results is not None:
             return tuple(results)
     validate(_DECLARATION, x, w, bias, None, None, None, impl, None)
@@ -183,40 +190,45 @@ def _run(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, *arguments
         )
     operands = Operands(x, w, bias, None, None, x.dtype)
     return tuple(
-        dispatch.run(_DECLARATION, operands, (), False, group_name, impl, config, epilogue, form)
+        dispatch.run(_DECLARATION, operands, (), False, group_name, impl, config, epilogue, known)
     )
 
 
-def _form_of(
+def _known_call(
     x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, *arguments: Any
-) -> tuple[Hashable, ...] | None:
-    """Return what calls of many rows have in common that run in the same way whatever the number of
-    rows and the addresses are, for ``Group.recall_form``; None of other calls.
+) -> dispatch.Known | None:
+    """Return the form of a call and its addresses, by which a call that comes again is found; None
+    of calls that are not found.
 
-    A call with a form of an earlier one is valid, as that one was: all that is looked at is part of
-    it, but for the number of rows, which x and the residual must have in common.
+    What is found is valid, as the earlier call was: all that is looked at is part of it. Calls of
+    many rows run in the same way whatever the number of rows and the addresses are, so their
+    form has no rows, which x and the residual must have in common, and they have no addresses.
     """
     residual, norm_weight, norm_bias, norm, eps, scale, out_dtype, _, impl, config = arguments
     if not x.is_cuda or config or x.dim() != 2 or w.dim() != 2:
         return None
     rows, columns = x.shape[0], w.shape[0]
-    if rows <= MOST_NORMED_ROWS:
-        return None
+    is_many = rows > MOST_NORMED_ROWS
     if residual is not None and residual.shape != (rows, columns):
         return None
     key: list[Hashable] = [
-        impl, norm, eps, out_dtype, x.shape[1], x.stride(), x.dtype, w.shape, w.stride(), w.dtype,
-        w.get_device(), invariance.mode(), autotune.is_enabled(impl),
+        _NAME, None if is_many else rows, impl, norm, eps, out_dtype, x.shape[1], x.stride(),
+        x.dtype, w.shape, w.stride(), w.dtype, w.get_device(), invariance.mode(),
+        autotune.is_enabled(impl),
     ]  # fmt: skip
+    addresses = [x.data_ptr(), w.data_ptr()]
+    if not is_many:
+        key += (address % 16 for address in addresses)
     for other in (bias, residual, norm_weight, norm_bias, scale):
         if other is None:
             key.append(None)
         elif not other.is_contiguous():
             return None
         else:
-            width = other.shape[-1] if other.dim() else 0
-            key += (width, other.dim(), other.dtype, other.get_device(), other.data_ptr() % 16)
-    return tuple(key)
+            width, address = other.shape[-1] if other.dim() else 0, other.data_ptr()
+            key += (width, other.dim(), other.dtype, other.get_device(), address % 16)
+            addresses.append(address)
+    return tuple(key), None if is_many else tuple(addresses)
 
 
 def _fake(x: torch.Tensor, w: torch.Tensor, _: object, *arguments: Any) -> _Results:

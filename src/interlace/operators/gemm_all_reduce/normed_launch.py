@@ -399,7 +399,9 @@ def gemm_reservation(call: GemmCall) -> Reservation | None:
     if operands.x.is_meta:
         return None
     choice = declaration.choice_of(operands, operands.rows, call.group.world_size)
-    name, _ = choice.accepted(declaration, operands.terms(is_even=True))
+    name, _ = choice.accepted(
+        declaration, operands.terms(is_even=True, world_size=call.group.world_size)
+    )
     sum_ = dataclasses.replace(
         call, operator=declaration, config=choice.config, configs=choice.configs
     )

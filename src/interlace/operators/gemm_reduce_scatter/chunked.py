@@ -1,5 +1,6 @@
 """``impl="chunked"``: cuBLAS multiplies the peers' rows, copy engines send them, and a kernel
-multiplies this rank's rows and adds the received parts.
+multiplies this rank's rows and adds the received parts; or, where tiles of ours would take longer,
+cuBLAS multiplies this rank's rows as well, and a kernel adds the parts to them.
 """
 
 from __future__ import annotations
@@ -16,16 +17,19 @@ from interlace.comm import Group
 from interlace.comm.groups import copies
 from interlace.comm.groups.group import Workspace
 from interlace.comm.groups.reservation import Reservation, WorkspaceSize
-from interlace.comm.launching.kernels import Launch, describe_ranks
+from interlace.comm.launching.kernels import Launch, cut_rows, describe_ranks, known_factor
 from interlace.comm.replay.deferred import DeferredCall, New
 from interlace.comm.runtime.dlpack import bytes_at, view_as
 from interlace.comm.runtime.interpreter import require
+from interlace.costs.known_profiles import profile_of
+from interlace.costs.time import SizedCall
 from interlace.gemm import launch
 from interlace.gemm.call import GemmCall
 from interlace.gemm.config import GemmConfig
 from interlace.gemm.implementations.chunked import multiply_into
 from interlace.gemm.kernels import layout
 from interlace.gemm.operands import Operands
+from interlace.tuning.gpu import Gpu
 from interlace.units import ceil_div, round_up
 
 NAME = "gemm_reduce_scatter"
@@ -94,9 +98,13 @@ def run_products(
     pieces = group.once(
         key, lambda: _Pieces.of(group, splits, piece_rows, row_bytes, address, signals)
     )
+    by_library = group.once(
+        (f"{NAME}, own rows", rows, config, *(product.signature() for product in products)),
+        lambda: _is_by_library(products, rows, group, config),
+    )
     notes = workspace.notes
     own_rows = dataclasses.replace(operands, x=operands.x[pieces.own_rows])
-    own_product = own_rows.for_kernel()
+    own_product = own_rows if by_library else own_rows.for_kernel()
 
     def enqueue(y: torch.Tensor, sent: torch.Tensor) -> None:
         # A view costs the host as much time as enqueueing a copy, so each tensor is split once.
@@ -125,6 +133,15 @@ def run_products(
                 group,
                 [part_transfer, copies.Transfer(piece.signal, notes.data_ptr() + 4, 4, piece.to)],
             )
+        own_inputs = inputs[pieces.own_index]
+        if by_library:
+            # 3. Multiply this rank's rows, and add the parts.
+            multiply_sum_into(y[:, :columns], own_inputs, weights)
+            last = _add_pieces(group, workspace, y, columns, operands.bias, rows, piece_rows, mark)
+            copies.wait_for(group, admitted)
+            last()
+            copies.join(group)
+            return
         # 3. The kernel below multiplies one product. The others of this rank's rows go into this
         # rank's own slot, which the kernel adds like a peer's part.
         if other_products and len(y):
@@ -134,7 +151,7 @@ def run_products(
                 y.shape,
                 dtype,
             )
-            multiply_sum_into(part[:, :columns], inputs[pieces.own_index][1:], weights[1:])
+            multiply_sum_into(part[:, :columns], own_inputs[1:], weights[1:])
         last = _multiply_and_sum(
             group,
             workspace,
@@ -153,7 +170,14 @@ def run_products(
         copies.join(group)
 
     return DeferredCall(
-        (*key, config, mark, own_product.memory(), *(product.memory() for product in products)),
+        (
+            *key,
+            config,
+            by_library,
+            mark,
+            own_product.memory(),
+            *(product.memory() for product in products),
+        ),
         New.like(operands.x, [splits[rank], stride], [sum(pieces.sent), stride]),
         lambda y, sent: functools.partial(enqueue, y, sent),
         functools.partial(_result, columns=columns),
@@ -231,6 +255,81 @@ def _multiply_and_sum(
         arguments,
         shared | flags,
     )
+
+
+def _add_pieces(
+    group: Group,
+    workspace: Workspace,
+    y: torch.Tensor,
+    columns: int,
+    bias: torch.Tensor | None,
+    rows: int,
+    piece_rows: int,
+    mark: int,
+) -> Launch:
+    """Return the launch that adds the received parts, and the bias, to this rank's own, which ``y
+    [own rows, padded columns]`` holds.
+
+    Args:
+        columns: The columns of y that are not padding.
+        rows, piece_rows: Rows of a slot, and of a piece, which has one signal.
+        mark: The number from the ranks' agreement.
+    """
+    from interlace.operators.gemm_reduce_scatter import kernel
+
+    programs, tile = cut_rows(len(y), columns, group)
+    arguments = {
+        "y": y,
+        "bias": bias,
+        "slot_address": workspace.data.address,
+        "signals": workspace.signals.address,
+        "ctx": group.context(NAME),
+        "notes": workspace.notes,
+        "call": mark,
+        "most_rows": rows,
+        "rows": len(y),
+        "piece_rows": piece_rows,
+        "N": columns,
+        "row_stride": y.shape[1],
+    }
+    constants = {
+        "PIECES": _PIECES,
+        "WORLD_SIZE": group.world_size,
+        "FACTOR": known_factor(columns, y.shape[1]),
+        **tile,
+    }
+    return Launch(kernel.add_pieces, (programs,), arguments, constants)
+
+
+def _is_by_library(
+    products: Sequence[Operands], rows: int, group: Group, config: GemmConfig
+) -> bool:
+    """Return whether the library multiplies this rank's own rows, too, before a kernel that adds
+    the parts; the same on every rank.
+
+    Args:
+        products: The products whose sum is taken.
+        rows: The most rows that a rank owns.
+        group: The ranks.
+        config: The configuration of the kernel that would multiply them.
+    """
+    first = products[0]
+    if group.backend == "cpu":
+        # No profile knows the interpreter.
+        return rows < config.block_m
+    gpu = Gpu.of(group.device)
+    call = SizedCall.of_dtype(
+        str(first.x.dtype).removeprefix("torch."),
+        rows * group.world_size,
+        first.columns,
+        sum(product.inner for product in products),
+        group.world_size,
+        w_along_k=first.w_along_k,
+    )
+    times_us = profile_of(gpu.name, gpu.processors).own_rows_us(
+        call, (config.block_m, config.block_n)
+    )
+    return times_us["library"] < times_us["kernel"]
 
 
 def multiply_sum_into(

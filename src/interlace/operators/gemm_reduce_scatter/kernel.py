@@ -10,6 +10,7 @@ from interlace.gemm.kernels.reduction import Results, Slots, add_parts, send_and
 from interlace.gemm.kernels.tiles import (
     Matrices, add_bias, cells_of, multiply_tile, padded_stride, start_in_turn, tile_place,
 )
+from interlace.mapped.kernel import tile_at, tiles_of
 
 
 @triton.jit(
@@ -131,9 +132,6 @@ def multiply_and_sum(
     row_stride = padded_stride(N, SENDING.align)
     matrices = Matrices(x, w, N, K, x_stride, w_stride)
     arriving = Slots(slots, slot_address, 0, most_rows, row_stride, flags + HEADER, PIECES)
-    lanes = tl.arange(0, PIECES * triton.next_power_of_2(WORLD_SIZE))
-    sources, pieces = lanes // PIECES, lanes % PIECES
-    is_peer = (sources < WORLD_SIZE) & (sources != me)
     tiles_n = (N + BLOCK_N - 1) // BLOCK_N
     tiles_m = (rows + BLOCK_M - 1) // BLOCK_M
     pieces_here, all_arrived = 0, 1
@@ -146,11 +144,9 @@ def multiply_and_sum(
         # Pieces arrive in order, so a tile waits only if it needs a later piece than those before.
         needed = (tl.minimum(row + BLOCK_M, rows) - 1) // piece_rows + 1
         if needed > pieces_here:
-            awaited = is_peer & (pieces < needed)
-            # The signals are set by copies that follow the pieces on their streams. If one is late,
-            # this program's later tiles are NaN as well.
-            arrived = il.wait(flags + HEADER + lanes, stamp, sources, tile, group, awaited)
-            all_arrived = all_arrived * arrived.to(tl.int32)
+            all_arrived = all_arrived * _await_pieces(
+                flags, stamp, needed, tile, group, PIECES, WORLD_SIZE
+            )
             pieces_here = needed
             if SENDING.tile_stores:
                 # Descriptors load through another proxy than the one that the wait orders.
@@ -166,5 +162,70 @@ def multiply_and_sum(
             cells, inside = cells_of(0, row, column, rows, N, row_stride, TILING)
             tl.store(il.pointer(y_address, OUT) + cells, total.to(OUT), mask=inside)
     # The admission of the next call waits for DONE with the epoch alone, whatever that call's mark.
+    end_sending(turn_of(flags, epoch, me, WORLD_SIZE), flags, epoch, group)
+    il.clear_old(flags + HEADER, WORLD_SIZE * PIECES, epoch, group)
+
+
+@triton.jit
+def _await_pieces(
+    flags, stamp, count, tile, group, PIECES: tl.constexpr, WORLD_SIZE: tl.constexpr
+):
+    """Wait for the first ``count`` pieces of every peer, and return whether they came (int32).
+
+    Their signals are set by copies that follow the pieces on their streams. If one is late, a
+    program's later tiles are NaN as well.
+    """
+    lanes = tl.arange(0, PIECES * triton.next_power_of_2(WORLD_SIZE))
+    sources, pieces = lanes // PIECES, lanes % PIECES
+    awaited = (sources < WORLD_SIZE) & (sources != il.rank(group)) & (pieces < count)
+    return il.wait(flags + HEADER + lanes, stamp, sources, tile, group, awaited).to(tl.int32)
+
+
+@triton.jit(
+    do_not_specialize=["slot_address", "signals", "call", "most_rows", "rows", "piece_rows"]
+)
+def add_pieces(
+    y, bias, slot_address, signals, ctx, notes, call, most_rows, rows, piece_rows, N, row_stride,
+    PIECES: tl.constexpr, WORLD_SIZE: tl.constexpr, FACTOR: tl.constexpr, ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+):
+    """Add the peers' parts to this rank's own, which ``y [rows, N]`` holds, in float32 and in rank
+    order, and the bias.
+
+    Protocol: that of :func:`multiply_and_sum`, but that y holds the own product, rounded.
+
+    Example: two ranks, y = [1, 2], and [10, 20] from the peer: y becomes [11, 22].
+    """
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    N, row_stride = il.multiple_of(N, FACTOR), il.multiple_of(row_stride, FACTOR)
+    group = il.join(ctx)
+    me = il.rank(group)
+    flags = il.pointer(signals, tl.int32)
+    epoch = tl.load(notes)
+    stamp = il.mark(epoch, call)
+    slots = il.pointer(slot_address, y.dtype.element_ty)
+    slot_stride = most_rows.to(tl.int64) * row_stride
+    pieces_here, all_arrived = 0, 1
+    for tile in range(program, tiles_of(rows, N, ROWS, COLS), programs):
+        m, n, inside = tile_at(tile, rows, N, ROWS, COLS)
+        needed = tl.max(tl.minimum(m, rows - 1)).to(tl.int32) // piece_rows + 1
+        if needed > pieces_here:
+            all_arrived = all_arrived * _await_pieces(
+                flags, stamp, needed, tile, group, PIECES, WORLD_SIZE
+            )
+            pieces_here = needed
+        cells = m * row_stride + n
+        own = tl.load(y + cells, mask=inside, other=0.0).to(tl.float32)
+        total = tl.zeros([ROWS, COLS], tl.float32)
+        for source in tl.static_range(WORLD_SIZE):
+            # Nobody has written this rank's own slot.
+            part = il.get(
+                slots + source * slot_stride + cells, me, group, inside & (source != me), 0.0
+            )
+            total += tl.where(source == me, own, part.to(tl.float32))
+        if bias is not None:
+            total += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)
+        value = il.nan_unless(all_arrived, total)
+        tl.store(y + cells, value.to(y.dtype.element_ty), mask=inside)
     end_sending(turn_of(flags, epoch, me, WORLD_SIZE), flags, epoch, group)
     il.clear_old(flags + HEADER, WORLD_SIZE * PIECES, epoch, group)

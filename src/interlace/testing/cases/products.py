@@ -173,7 +173,13 @@ class ProductCase(Case):
             return self.impl
         is_shared_evenly = self.collective == "all_gather" or self.rows % members.world_size == 0
         terms = dataclasses.replace(
-            Terms.of_sizes(self.rows, self.columns, DTYPES[self.dtype], members.device.type),
+            Terms.of_sizes(
+                self.rows,
+                self.columns,
+                DTYPES[self.dtype],
+                members.device.type,
+                members.world_size,
+            ),
             has_bias=self.bias,
             converts=self.result_dtype != DTYPES[self.dtype],
             is_even=self.splits is None and is_shared_evenly,
@@ -363,7 +369,7 @@ def _as_many_as_taken(operator: str, impl: str, rows: int) -> int:
 def _takes(
     operator: str, impl: str, *, has_bias: bool = False, is_even: bool = True, rows: int = 1
 ) -> bool:
-    terms = Terms.of_sizes(rows, 8, torch.bfloat16, "cuda")
+    terms = Terms.of_sizes(rows, 8, torch.bfloat16, "cuda", 2)
     terms = dataclasses.replace(terms, has_bias=has_bias, is_even=is_even)
     return product_operator(operator).implementation(impl).refusal(terms) is None
 

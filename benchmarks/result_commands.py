@@ -82,7 +82,9 @@ def bench_batch_invariance(
     dtype: Dtype = "bfloat16",
     json_file: JsonFile = None,
 ) -> None:
-    """Measure what the same bits in every batch cost (interlace.batch_invariant)."""
+    """Measure what the same bits in every batch, and for any number of ranks, cost
+    (interlace.batch_invariant).
+    """
     from benchmarks.batch_invariance import run_comparison
 
     run = Run(world_size, dtype, Outputs(json=json_file))

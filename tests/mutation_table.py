@@ -28,6 +28,7 @@ class Mutant(NamedTuple):
 
 
 _CRITEO = "dlrm/test_criteo.py"
+_SAME_BITS = "gemm/test_rank_invariance.py::test_numbers_of_ranks_have_the_same_bits[bfloat16-True]"
 _EXPLAINED = "cli/test_commands.py::test_explain_needs_no_gpu"
 _PROFILES = "test_costs_time.py::test_shipped_profiles_are_what_the_results_say"
 
@@ -343,6 +344,24 @@ MUTANTS = [
         "return cells, (m <= rows)[:, None]",
         "gemm/test_fused.py::test_costs_are_the_counted_traffic",
     ),
+    Mutant(
+        "interlace/gemm/kernels/reduction.py",
+        "SENDING.in_tree and WORLD_SIZE > 2",
+        "SENDING.in_tree and WORLD_SIZE > 4",
+        _SAME_BITS,
+    ),
+    Mutant(
+        "interlace/gemm/invariance.py",
+        "return min(block_k, leaf & -leaf)",
+        "return block_k",
+        _SAME_BITS,
+    ),
+    Mutant(
+        "interlace/gemm/implementations/pushed.py",
+        "bias = operands.bias if is_whole or",
+        "bias = operands.bias if",
+        _SAME_BITS,
+    ),
     # gin
     Mutant(
         "interlace_gin/engine_cpu.py",
@@ -376,6 +395,12 @@ MUTANTS = [
         "integrations/test_symm_mem.py::test_matmul_reduce_scatter",
     ),
     # language
+    Mutant(
+        "interlace/language/tree.py",
+        "value = _add(ones, value.to(NODE))",
+        "value = _add(ones, value)",
+        _SAME_BITS,
+    ),
     Mutant(
         "interlace/language/packed.py",
         "(bits + 0x7FF + ((bits >> 12) & 1))",

@@ -104,6 +104,9 @@ def worker():
     # block 0
     with interlace.batch_invariant():
         assert torch.equal(model(batch[17:18]), logits[17:18])
+    # block 1
+    with interlace.batch_invariant(ranks=8):
+        assert torch.equal(model(batch[17:18]), logits[17:18])
 """,
         ranks=2,
     ),

@@ -98,9 +98,9 @@ def _cases_of(kernel):
         "embedding_all_to_all_forward": _embedding_all_to_all_forward,
         # Only the size of an element matters.
         "gather_tokens": lambda: [*_mixture_of_experts_decoding()][::3],
-        "gemm_all_reduce": _products,
+        "gemm_all_reduce": lambda: _sums_over_ranks(),
         "gemm_all_to_all": _products,
-        "gemm_reduce_scatter": _products,
+        "gemm_reduce_scatter": lambda: _sums_over_ranks(),
         "gemv_all_reduce_one_shot": _gemv_all_reduce_one_shot,
         "gemv_all_reduce_two_phase": _gemv_all_reduce_two_phase,
         "choose_columns": _choices,
@@ -170,8 +170,9 @@ def _cases_of(kernel):
                 {"WORLD_SIZE": ranks, "SCATTER": scatter, "FACTOR": 1, "CHUNK": 1024} | more,
             )
             for dtype, ranks, scatter, more in (
-                ("*bf16", 2, False, {}),
-                ("*fp32", 3, True, {"bias": None}),
+                ("*bf16", 2, False, {"IN_TREE": False}),
+                ("*fp32", 3, True, {"IN_TREE": False, "bias": None}),
+                ("*bf16", 8, True, {"IN_TREE": True}),
             )
         ],
         "settle": lambda: [(_SETTLING, {"PIECES": 8, "num_warps": 1})],
@@ -555,7 +556,26 @@ def _products(more=None):
     yield pointers | unscaled, plain | not_gathered | stores | undescribed
 
 
-def _gemv_all_reduce(dtype, block_n, block_b, block_k, even, values, **constants):
+def _sums_over_ranks():
+    """As other products; with eight leaves of K, which two ranks or four share."""
+    *products, stores = _products()
+    yield from products
+    types, constants = products[0]
+    tree = {"leaves": 4, "node": "bf16"}, {"in_rank_order": True, "in_tree": True}
+    yield types, _in_tree(constants, *tree)
+    types, constants = stores
+    tree = {"leaves": 2, "node": "fp16"}, {"in_rank_order": True, "in_tree": True, "world_size": 4}
+    yield types, _in_tree(constants, *tree)
+
+
+def _in_tree(constants, tiling, sending):
+    return constants | {
+        "TILING": constants["TILING"]._replace(**tiling),
+        "SENDING": constants["SENDING"]._replace(**sending),
+    }
+
+
+def _gemv_all_reduce(dtype, block_n, block_b, block_k, even, values, tree=None, **constants):
     from interlace.gemm.kernels.gemv import GemvTiling
 
     tensors = dict.fromkeys(("x", "w", "bias", "y"), f"*{dtype}")
@@ -563,6 +583,7 @@ def _gemv_all_reduce(dtype, block_n, block_b, block_k, even, values, **constants
         block_n=block_n, block_b=block_b, block_k=block_k, even=even, even_k=even,
         word_values=values,
         round_parts=values == 2,
+        **(tree or {}),
     )  # fmt: skip
     return _TYPES | tensors, {"TILING": tiling} | constants
 
@@ -607,7 +628,8 @@ def _gemv_all_reduce_one_shot():
     yield _gemv_all_reduce("bf16", 4, 1, 512, True, 1, ONE_TILE=True, WORLD_SIZE=2)
     yield _gemv_all_reduce("fp32", 4, 1, 512, False, 1, ONE_TILE=False, WORLD_SIZE=3)
     yield _gemv_all_reduce("fp16", 32, 16, 128, False, 2, ONE_TILE=True, WORLD_SIZE=2)
-    yield _gemv_all_reduce("bf16", 16, 4, 128, True, 2, ONE_TILE=True, WORLD_SIZE=2)
+    tree = {"leaves": 2, "node": "bf16", "in_tree": True}
+    yield _gemv_all_reduce("bf16", 16, 4, 128, True, 2, tree, ONE_TILE=True, WORLD_SIZE=4)
     one = _ones("N", "K", "stride_x", "stride_w") | {"num_warps": 1}
     yield _gemv_all_reduce("bf16", 16, 8, 256, False, 2, ONE_TILE=True, WORLD_SIZE=2, **one)
     yield _gemv_all_reduce(
@@ -616,8 +638,8 @@ def _gemv_all_reduce_one_shot():
 
 
 def _multiply_few_rows():
-    """Three weights through descriptors, and by pointers, with biases; one along N, behind x; and
-    one row.
+    """Three weights through descriptors, and by pointers, with biases; one in eight leaves of K;
+    one along N, behind x; and one row.
     """
     from interlace.gemm.kernels import gemv
     from interlace.gemm.kernels.tiles import Tiling
@@ -630,6 +652,7 @@ def _multiply_few_rows():
     for dtype, weights, has_bias, first, tiling in (
         ("bf16", 3, False, "w", described),
         ("fp16", 3, True, "w", described._replace(descriptors=False)),
+        ("bf16", 1, True, "w", described._replace(leaves=8, node="bf16")),
         ("fp32", 1, True, "x", described._replace(descriptors=False, w_along_k=False)),
         ("bf16", 3, True, "row", one_row),
     ):
@@ -640,14 +663,15 @@ def _multiply_few_rows():
                     constants[f"{name}_{index}"] = None
                 else:
                     tensors[f"{name}_{index}"] = f"*{dtype}"
-        if tiling is described:
+        if first != "row" and tiling.descriptors:
             tensors["x"] = f"tensordesc<{dtype}[16, 64]>"
             tensors |= {f"w_{index}": f"tensordesc<{dtype}[64, 64]>" for index in range(weights)}
         yield types | tensors, constants
 
 
 def _gemv_all_reduce_two_phase():
-    yield _gemv_all_reduce("bf16", 64, 16, 128, True, 2, ONE_TILE=True, WORLD_SIZE=2)
+    tree = {"leaves": 4, "node": "bf16", "in_tree": True}
+    yield _gemv_all_reduce("bf16", 64, 16, 128, True, 2, tree, ONE_TILE=True, WORLD_SIZE=2)
     yield _gemv_all_reduce("fp32", 16, 16, 32, False, 1, ONE_TILE=False, WORLD_SIZE=3)
     yield _gemv_all_reduce(
         "fp16", 16, 1, 256, False, 1, ONE_TILE=False, WORLD_SIZE=2, bias=None
@@ -870,6 +894,7 @@ def kernels():
         "mapped.kernel",
         "comm.replay.recording_kernel",
         "tracing.kernels",
+        "gemm.kernels.few_rows",
         "gemm.kernels.staged",
         "gemm.kernels.lamport",
     )

@@ -62,6 +62,8 @@ class GemmCall:
         configs: The configurations of implementations that have one of their own, by name.
         mark: The number that this call's signals carry; from the ranks' agreement.
         is_batch_invariant: Whether a row's result must have the same bits in every batch.
+        leaves: If the bits of a sum over ranks must not depend on their number, the leaves of the
+            tree of sums that this rank has (see :func:`interlace.batch_invariant`); else 0.
         is_explicit: Whether the caller has asked for the implementation by name. Else it may give
             up, and another one runs.
         epilogue: What is computed of the sum, of operators that have that.
@@ -84,6 +86,7 @@ class GemmCall:
     mark: int
     is_explicit: bool
     is_batch_invariant: bool = False
+    leaves: int = 0
     epilogue: Epilogue | None = None
     known: tuple[Hashable, ...] | None = None
     form: tuple[Hashable, ...] | None = None

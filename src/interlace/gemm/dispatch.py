@@ -32,6 +32,7 @@ from interlace.gemm.invariance import (
     effective_impl,
     invariant_implementation,
     is_invariant,
+    most_ranks_in,
     name_in,
 )
 from interlace.gemm.operands import Operands
@@ -59,6 +60,7 @@ class Decision:
         kind: What all ranks have agreed on; of calls that they have agreed on for all numbers of
             rows, the class of the rows beside it.
         family: What ranks have agreed on, if that was for all numbers of rows.
+        leaves: As a ``GemmCall`` has them.
         is_measured: Whether the order of the implementations was measured.
         has_run: Whether such a call has run, so that its memory is there.
     """
@@ -70,6 +72,7 @@ class Decision:
     predicted_us: Mapping[str, float]
     kind: tuple[Hashable, ...]
     family: Family | None = None
+    leaves: int = 0
     is_measured: bool = False
     has_run: bool = False
 
@@ -112,7 +115,7 @@ def known_call(
         operator.name, impl, gather, out_dtype,
         x.shape, x.stride(), x.dtype, x_address % _ALIGNMENT,
         w.shape, w.stride(), w.dtype, w_address % _ALIGNMENT,
-        extra, operator.place_of(x, group), invariance.is_enabled(), autotune.is_enabled(impl),
+        extra, operator.place_of(x, group), invariance.mode(), autotune.is_enabled(impl),
     )  # fmt: skip
     return form, (x_address, w_address, bias_address)
 
@@ -188,6 +191,7 @@ def run(
         mark=decision.mark,
         is_explicit=impl not in operator.choosers,
         is_batch_invariant=is_invariant(impl),
+        leaves=decision.leaves,
         epilogue=epilogue,
         known=known,
         form=form,
@@ -471,6 +475,10 @@ def _decide(
     terms = operands.terms(rows.is_even, group.world_size, group.members.node_of_rank)
     # A call within the mode says by its word what the caller has named.
     named, is_free = name_in(impl), not is_invariant(impl)
+    most_ranks, leaves = most_ranks_in(impl), 0
+    if most_ranks > 1 and operator.adds_ranks:
+        ranks, dtype = group.world_size, operands.x.dtype
+        leaves = invariance.leaves_of(operator.name, most_ranks, ranks, operands.inner, dtype)
     asked_for = named or operator.choosers[0]
     operator.require_nodes(asked_for, group.nodes, terms, is_invariant=not is_free)
     if chosen_by_rank_0 is None:
@@ -490,12 +498,16 @@ def _decide(
             invariant = invariant_implementation(operator, x.device, x.dtype, choice, terms, asked)
         operator.require_nodes(invariant.name, group.nodes, terms, is_invariant=True)
         implementations = resolve(operator, invariant.name, choice, terms)
-        chosen = operator.invariant_choice(operands, choice, group.world_size)
+        chosen = operator.invariant_choice(
+            operands, choice, group.world_size, for_all_ranks=most_ranks > 1
+        )
     else:
         implementations = resolve(operator, impl, choice, terms)
         chosen = choice
     if config:
         chosen = chosen.with_text(operator, config)
+    if leaves:
+        chosen = _in_leaves(chosen, operands.inner // leaves)
     # Where the caller has decided there is nothing to measure.
     is_open = impl in operator.choosers and is_free and not config
     log.debug(
@@ -512,7 +524,19 @@ def _decide(
         choice.times_us if is_open and not group.spans_nodes else {},
         (operator.name, *kind),
         family,
+        leaves,
     )
+
+
+def _in_leaves(choice: Choice[Any], leaf: int) -> Choice[Any]:
+    """Return a choice whose configurations cut ``leaf`` columns of K into whole steps."""
+
+    def fitting(config: Any) -> Any:
+        block_k = invariance.block_in_leaf(config.block_k, leaf)
+        return dataclasses.replace(config, block_k=block_k)
+
+    configs = {name: fitting(config) for name, config in choice.configs.items()}
+    return dataclasses.replace(choice, config=fitting(choice.config), configs=configs)
 
 
 def _choose(

@@ -15,9 +15,16 @@ from typing import Any
 
 import torch
 
-from interlace.comm.launching.kernels import Launch, capability, describe_matrix, known_factor
+from interlace.comm.launching.kernels import (
+    Launch,
+    capability,
+    describe_matrix,
+    known_factor,
+    triton_dtype,
+)
 from interlace.comm.runtime.interpreter import require
 from interlace.errors import ArgumentError
+from interlace.gemm.invariance import block_in_leaf, has_one_arithmetic
 from interlace.gemm.launch import moves_tiles, row_stride
 from interlace.gemm.operands import contiguous_dimension, is_aligned
 from interlace.tuning.configuration import Configuration, between, power_of_two
@@ -55,6 +62,12 @@ class FewRowsConfig(Configuration):
     weight_first: int = between(1, 0, 1)
 
 
+_SAME_FOR_ALL = FewRowsConfig(64, 64, 32, num_stages=3, weight_first=0)
+"""The tiles of all batch-invariant products on GPUs where tiles may change bits."""
+
+_SAME_ON_CPU = FewRowsConfig(columns=32, block_k=32, weight_first=0)
+
+
 def multiply(
     x: torch.Tensor,
     weights: Sequence[torch.Tensor],
@@ -63,6 +76,7 @@ def multiply(
     config: FewRowsConfig | None = None,
     *,
     is_batch_invariant: bool = False,
+    leaves: int = 1,
 ) -> None:
     """Compute ``x @ w.T, + bias`` for each weight, in one kernel on the current stream.
 
@@ -74,6 +88,8 @@ def multiply(
         results: ``[M, N]`` for each weight, contiguous.
         config: The tiles; default: :func:`default_config`.
         is_batch_invariant: Whether one row must be multiplied as several are.
+        leaves: Parts of K whose sums are added in a tree of pairs, rounded to the dtype of the
+            results; see :func:`interlace.batch_invariant`.
 
     Raises:
         ArgumentError: One of several weights is not contiguous along K.
@@ -84,11 +100,16 @@ def multiply(
     along_k = all(contiguous_dimension(w) == 1 for w in weights)
     if not along_k and len(weights) > 1:
         raise ArgumentError("several weights must be contiguous along K; copy those that are not.")
-    if config is None:
+    if config is None and is_batch_invariant and not has_one_arithmetic(x.device, x.dtype):
+        config = _SAME_FOR_ALL if x.device.type == "cuda" else _SAME_ON_CPU
+    elif config is None:
         by_matrix_unit = is_batch_invariant or not along_k
         config = default_config(
             x, sum(map(len, weights)), along_k=along_k, by_matrix_unit=by_matrix_unit
         )
+    if leaves > 1:
+        block_k = block_in_leaf(config.block_k, x.shape[1] // leaves)
+        config = dataclasses.replace(config, block_k=block_k)
     # Through descriptors the hardware loads whole tiles, but of aligned rows only.
     is_row = config.rows == 1
     descriptors = not is_row and moves_tiles(x.device) and all(map(is_aligned, (x, *weights)))
@@ -123,7 +144,9 @@ def multiply(
         "TILING": (
             _tiling_of_a_row(x, weights, config)
             if is_row
-            else _tiling(config, weight_first, along_k, descriptors, _factor(x, weights))
+            else _tiling(config, weight_first, along_k, descriptors, _factor(x, weights))._replace(
+                leaves=leaves, node=triton_dtype(results[0].dtype).name
+            )
         ),
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
@@ -214,7 +237,7 @@ def default_config(
     if rows == 1 and not by_matrix_unit:
         return FewRowsConfig(1, 4, 1024 // x.element_size(), 1, 1)
     if x.device.type == "cpu":
-        return FewRowsConfig(columns=32, block_k=32, weight_first=int(along_k))
+        return dataclasses.replace(_SAME_ON_CPU, weight_first=int(along_k))
     return tiles_for(Gpu.of(x.device), rows, columns, inner, x.element_size(), along_k)
 
 

@@ -121,6 +121,7 @@ def constants(
     descriptors: bool,
     tile_stores: bool,
     in_rank_order: bool = False,
+    leaves: int = 0,
 ) -> dict[str, Any]:
     """Return the constants that every kernel with a product has.
 
@@ -128,17 +129,20 @@ def constants(
         descriptors: Whether the kernel loads x and w as tiles through tensor descriptors.
         tile_stores: Whether the result's tiles leave by copies out of shared memory.
         in_rank_order: Whether a sum has the same bits whichever rank computes it.
+        leaves: As a ``GemmCall`` has them.
     """
     from interlace.gemm.kernels.tiles import Sending, Tiling
 
+    dtype = triton_dtype(operands.out_dtype).name
     return {
         "SENDING": Sending(
             world_size=group.world_size,
-            dtype=triton_dtype(operands.out_dtype).name,
+            dtype=dtype,
             align=ALIGNMENT_BYTES // operands.out_dtype.itemsize,
             tile_stores=tile_stores,
             interleave=config.interleave,
             in_rank_order=in_rank_order,
+            in_tree=leaves > 0,
         ),
         "TILING": Tiling(
             block_m=config.block_m,
@@ -148,6 +152,8 @@ def constants(
             descriptors=descriptors,
             w_along_k=operands.w_along_k,
             factor=known_factor(operands.columns, operands.inner, *_strides(operands)),
+            leaves=max(leaves, 1),
+            node=dtype,
         ),
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,

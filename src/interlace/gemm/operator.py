@@ -146,14 +146,24 @@ class GemmOperator(Operator):
         return choose_product(self.name, cast(Any, self.config_type), **call)
 
     def invariant_choice(
-        self, operands: Operands, choice: Choice[Any], world_size: int
+        self,
+        operands: Operands,
+        choice: Choice[Any],
+        world_size: int,
+        *,
+        for_all_ranks: bool = False,
     ) -> Choice[Any]:
         """Return a choice with the configuration of batch-invariant calls: where tiles may change
-        bits, that of one number of rows.
+        bits, that of one number of rows, and ``for_all_ranks`` of one shape, as a rank's shape
+        depends on the number of ranks.
         """
         if invariance.has_one_arithmetic(operands.x.device, operands.x.dtype):
             return choice
+        if for_all_ranks:
+            world_size = 1
         sizes = operands.sizes(invariance.REFERENCE_ROWS * world_size)
+        if for_all_ranks:
+            sizes |= dict.fromkeys(("columns", "inner"), invariance.REFERENCE_SIZE)
         config = self.choose(**sizes, world_size=world_size).config
         return dataclasses.replace(choice, config=config)
 
@@ -241,7 +251,8 @@ class GemmOperator(Operator):
         terms = operands.terms(is_even, world_size, node_of_rank if nodes > 1 else ())
         if invariance.is_enabled():
             name = invariance.invariant_implementation(self, x.device, x.dtype, choice, terms).name
-            chosen = self._described(name, self.invariant_choice(operands, choice, world_size))
+            invariant = self._invariant_choice(operands, choice, world_size)
+            chosen = self._described(name, invariant)
             return described, chosen, f"calls must be batch-invariant; {choice.reason}"
         name, unmet = choice.accepted(self, terms, lacking)
         reason = choice.reason
@@ -309,10 +320,17 @@ class GemmOperator(Operator):
         def choose(rows: int) -> Choice[Any]:
             choice = self.choice_of(operands, rows, world_size)
             if invariance.is_enabled():
-                return self.invariant_choice(operands, choice, world_size)
+                return self._invariant_choice(operands, choice, world_size)
             return choice
 
         return by_implementation(self, operands, Ranks(world_size, x.device, granularity), choose)
+
+    def _invariant_choice(
+        self, operands: Operands, choice: Choice[Any], world_size: int
+    ) -> Choice[Any]:
+        """Return :meth:`invariant_choice` in the mode that the context or the environment says."""
+        for_all_ranks = invariance.mode() > 1
+        return self.invariant_choice(operands, choice, world_size, for_all_ranks=for_all_ranks)
 
     @staticmethod
     def _described(name: str, choice: Choice[Any]) -> str:

@@ -19,6 +19,7 @@ from interlace.language.addresses import peer_pointer, rank
 from interlace.language.deadlines import LATE, NO_RANK, after_look, report
 from interlace.language.primitives import put
 from interlace.language.recording import SEVERAL, UNPACKED, WAIT, append
+from interlace.language.tree import add_to_tree
 
 
 @triton.jit
@@ -41,7 +42,10 @@ def put_lamport(ptr, value, peer, group, mask=None):
 
 
 @triton.jit
-def sum_lamport(ptr, own, stride, epoch, slice, group, mask, WORLD_SIZE: tl.constexpr):
+def sum_lamport(
+    ptr, own, stride, epoch, slice, group, mask, WORLD_SIZE: tl.constexpr,
+    TREE: tl.constexpr = None,
+):
     """Wait for one tile of values from every rank, add them in rank order, and free their memory.
 
     Args:
@@ -56,12 +60,14 @@ def sum_lamport(ptr, own, stride, epoch, slice, group, mask, WORLD_SIZE: tl.cons
         mask: Tile of the shape of ``ptr``; elements outside it are not awaited and count as zero.
             None: all of them.
         WORLD_SIZE: Number of ranks.
+        TREE: If ranks are added in a tree of pairs, the dtype to which sums are rounded before they
+            are added; see ``tree.py``. None: in rank order.
 
     Returns:
         The sum (float32 tile); NaN after the deadline, or once the group is broken.
     """
     selected = tl.full(ptr.shape, 1, tl.int1) if mask is None else mask
-    return sum_values(ptr, own, stride, 0, epoch, slice, group, selected, WORLD_SIZE)
+    return sum_values(ptr, own, stride, 0, epoch, slice, group, selected, WORLD_SIZE, TREE)
 
 
 @triton.jit
@@ -84,11 +90,14 @@ def get_lamport(ptr, epoch, peer, slice, group, mask=None):
 
 
 @triton.jit
-def sum_values(ptr, own, stride, first, epoch, slice, group, mask, SOURCES: tl.constexpr):
+def sum_values(
+    ptr, own, stride, first, epoch, slice, group, mask, SOURCES: tl.constexpr,
+    TREE: tl.constexpr = None,
+):
     """Add, over s, the values at ``ptr + s * stride``, which rank ``first + s`` puts.
 
     Args:
-        ptr, own, stride, epoch, slice, group, mask: As :func:`sum_lamport` takes them.
+        ptr, own, stride, epoch, slice, group, mask, TREE: As :func:`sum_lamport` takes them.
         first: int32 scalar: the rank that puts the first values; 0 if there is an ``own``.
         SOURCES: Number of values per sum.
     """
@@ -119,13 +128,23 @@ def sum_values(ptr, own, stride, first, epoch, slice, group, mask, SOURCES: tl.c
         # trip to memory rather than one per rank.
         total = tl.zeros(ptr.shape, tl.float32)
         absent = tl.zeros(ptr.shape, tl.int32)
+        if TREE is not None:
+            ones = tl.zeros(ptr.shape, TREE)
+            twos, fours = ones, ones
         for source in tl.static_range(SOURCES):
             awaited = mask if own is None else mask & (me != source)
             word = load_whole(words + source * stride, awaited)
             absent += (awaited & (word == 0)).to(tl.int32)
             value = (word ^ sign).to(FLOAT, bitcast=True).to(tl.float32)
             value = tl.where(awaited, value, 0.0)
-            total += value if own is None else tl.where(me == source, own, value)
+            if own is not None:
+                value = tl.where(me == source, own, value)
+            if TREE is None:
+                total += value
+            else:
+                total, ones, twos, fours = add_to_tree(
+                    value, ones, twos, fours, source, SOURCES, TREE
+                )
         absent_count = tl.sum(tl.ravel(absent))
         absent_count, looks, start, expired = after_look(absent_count, looks, start, expired, group)
     if expired > 0:

@@ -16,6 +16,7 @@ from interlace.language.deadlines import HIGHEST_INT32, LATE, NO_RANK, after_loo
 from interlace.language.epochs import EPOCH_MASK
 from interlace.language.primitives import put
 from interlace.language.recording import SEVERAL, UNPACKED, WAIT, append
+from interlace.language.tree import add_to_tree
 
 _STAMP_MASK = tl.constexpr(0xFFFFFFFF)
 
@@ -129,7 +130,8 @@ def get_packed(ptr, epoch, peer, slice, group, mask=None, VALUES: tl.constexpr =
 
 @triton.jit
 def sum_packed(
-    ptr, own, stride, epoch, slice, group, mask, WORLD_SIZE: tl.constexpr, VALUES: tl.constexpr = 1
+    ptr, own, stride, epoch, slice, group, mask, WORLD_SIZE: tl.constexpr,
+    VALUES: tl.constexpr = 1, TREE: tl.constexpr = None,
 ):
     """Wait for one tile of packed words from every rank and add them: float32, in rank order.
 
@@ -147,6 +149,8 @@ def sum_packed(
         WORLD_SIZE: Number of ranks.
         VALUES: Number of values per word, as they were put. With two, ``own`` and the result are
             ``[*shape, 2]``.
+        TREE: If ranks are added in a tree of pairs, the dtype to which sums are rounded before they
+            are added; see ``tree.py``. None: in rank order.
 
     Returns:
         The sum (float32 tile); NaN after the deadline, or once the group is broken.
@@ -154,7 +158,9 @@ def sum_packed(
     _require_tile_of_words(ptr)
     first = tl.zeros(ptr.shape, tl.int32)
     selected = tl.full(ptr.shape, 1, tl.int1) if mask is None else mask
-    return sum_words(ptr, own, stride, first, epoch, slice, group, selected, WORLD_SIZE, VALUES)
+    return sum_words(
+        ptr, own, stride, first, epoch, slice, group, selected, WORLD_SIZE, VALUES, TREE
+    )
 
 
 @triton.jit
@@ -170,12 +176,12 @@ def _require_tile_of_words(ptr):
 @triton.jit
 def sum_words(
     ptr, kept, stride, first, epoch, slice, group, mask,
-    SOURCES: tl.constexpr, VALUES: tl.constexpr,
+    SOURCES: tl.constexpr, VALUES: tl.constexpr, TREE: tl.constexpr = None,
 ):
     """Add, over s, the values of the words at ``ptr + s * stride``, which rank ``first + s`` puts.
 
     Args:
-        ptr, stride, epoch, slice, group, mask, VALUES: As :func:`sum_packed` takes them.
+        ptr, stride, epoch, slice, group, mask, VALUES, TREE: As :func:`sum_packed` takes them.
         kept: This rank's part as a float32 tile, or None if it is among the words.
         first: int32 tile of the shape of ``ptr``: the rank that puts the first word.
         SOURCES: Number of words per sum.
@@ -211,18 +217,26 @@ def sum_words(
         # trip to memory rather than one per rank.
         total = _unpack(tl.zeros(copy.shape, tl.int64), VALUES)
         absent = tl.zeros(copy.shape, tl.int32)
+        if TREE is not None:
+            ones = total.to(TREE)
+            twos, fours = ones, ones
         for source in tl.static_range(SOURCES):
             awaited = unmasked if kept is None else unmasked & (me != source)
             word = tl.load(words + source * stride, mask=awaited, other=0, volatile=True)
             has_arrived = carries(word, epoch, VALUES)
             absent += (awaited & (has_arrived == 0)).to(tl.int32)
             value = _unpack(tl.where(has_arrived, word, 0), VALUES)
-            if kept is None:
+            if kept is not None:
+                if VALUES == 1:
+                    value = tl.where(me == source, kept[:, :, None], value)
+                else:
+                    value = tl.where((me == source)[:, :, :, None], kept[:, :, None, :], value)
+            if TREE is None:
                 total += value
-            elif VALUES == 1:
-                total += tl.where(me == source, kept[:, :, None], value)
             else:
-                total += tl.where((me == source)[:, :, :, None], kept[:, :, None, :], value)
+                total, ones, twos, fours = add_to_tree(
+                    value, ones, twos, fours, source, SOURCES, TREE
+                )
         absent_count = tl.sum(tl.ravel(absent))
         absent_count, looks, start, expired = after_look(absent_count, looks, start, expired, group)
     if expired > 0:

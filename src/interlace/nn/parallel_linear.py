@@ -16,6 +16,7 @@ from torch import nn
 from interlace.comm import default_name, rank_and_size, require_same_ranks
 from interlace.comm.groups.registration import entrance
 from interlace.errors import ArgumentError
+from interlace.gemm import invariance
 from interlace.gemm.gradients import replicated
 from interlace.gemm.operands import require_tensor
 from interlace.nn.autocast import operands
@@ -353,7 +354,7 @@ def _linear_of_replicated(
         and any(tensor is not None and tensor.requires_grad for tensor in (x, weight, bias))
     ):
         # Nothing has to be summed over the ranks later, so every transform of torch's works.
-        return F.linear(x, weight, bias)
+        return _product(x, weight, bias)
     # torch.func would ask for a form of _Replicated that it differentiates by itself, and the
     # operators in its backward pass refuse that. Dynamo, which cannot trace the question, does not
     # ask it.
@@ -366,6 +367,18 @@ def _linear_of_replicated(
     apply: Any = _ReplicatedLinear.apply
     y: torch.Tensor = apply(x, weight, bias, group_name, impl)
     return y
+
+
+def _product(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Compute ``F.linear``; where calls must be batch-invariant, by Interlace's own kernel.
+
+    In a graph of ``torch.compile``, the pass puts that kernel in its place.
+    """
+    if torch.compiler.is_compiling() or not invariance.is_enabled():
+        return F.linear(x, w, bias)
+    (y,) = entrance("linears")(x.reshape(-1, x.shape[-1]), [w], [bias])
+    product: torch.Tensor = y.view(*x.shape[:-1], w.shape[0])
+    return product
 
 
 class _ReplicatedLinear(torch.autograd.Function):
@@ -382,7 +395,7 @@ class _ReplicatedLinear(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(x, w)
         ctx.group_name, ctx.impl = group_name, impl
-        return F.linear(x, w, bias)
+        return _product(x, w, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:

@@ -177,6 +177,7 @@ def push_and_sum(
     mark: int,
     *,
     scatter: bool = True,
+    in_tree: bool = False,
 ) -> Push:
     """Return the kernel that sums parts of all ranks. Collective when the workspace must grow.
 
@@ -190,6 +191,7 @@ def push_and_sum(
         bias: ``[N]``, added to the sum; None for none.
         mark: The number from ``Group.agree``.
         scatter: Whether each rank has a sum of its own.
+        in_tree: Whether ranks are added in a tree of pairs.
     """
     slot_bytes = sum_slot_bytes(y.numel(), y.element_size())
     chunks = ceil_div(y.numel(), _CHUNK)
@@ -211,6 +213,7 @@ def push_and_sum(
             "SCATTER": scatter,
             "FACTOR": known_factor(y.numel(), y.shape[1]),
             "CHUNK": _CHUNK,
+            "IN_TREE": in_tree,
         }
         # The program behind them finds out whether the ranks are in the same call.
         return Launch(sum_parts, (programs + 1,), arguments, constants)
@@ -241,7 +244,8 @@ def multiply(call: GemmCall, out: torch.Tensor, x: torch.Tensor, bias: torch.Ten
     """
     w = call.operands.w
     if call.is_batch_invariant:
-        few_rows.multiply(x, [w], [bias], [out], is_batch_invariant=True)
+        leaves = max(call.leaves, 1)
+        few_rows.multiply(x, [w], [bias], [out], is_batch_invariant=True, leaves=leaves)
     else:
         multiply_by_faster(out, x, w, bias)
 
@@ -277,9 +281,11 @@ def _run(call: GemmCall, push: PushOf) -> torch.Tensor | DeferredCall:
         ``[rows of this rank, N]``.
     """
     laid = laid_out(call)
-    operands, group = laid.operands, laid.group
-    # The bias of a sum over ranks is added once, behind it.
-    bias = None if laid.operator.adds_ranks else operands.bias
+    name, operands, group = laid.operator.name, laid.operands, laid.group
+    # The bias of a sum over ranks is added once, behind it, before the sum is rounded. In a tree
+    # that is within the product of a rank that has all leaves.
+    is_whole = group.world_size == 1 and laid.leaves > 0
+    bias = operands.bias if is_whole or not laid.operator.adds_ranks else None
     product_shape = [operands.rows, operands.columns]
     if group.world_size == 1:
         product = operands.x.new_empty(product_shape)
@@ -302,7 +308,7 @@ def _run(call: GemmCall, push: PushOf) -> torch.Tensor | DeferredCall:
         return enqueue
 
     return DeferredCall(
-        (laid.operator.name, "pushed", laid.mark, laid.is_batch_invariant, operands.memory()),
+        (name, "pushed", laid.mark, laid.is_batch_invariant, laid.leaves, operands.memory()),
         take,
         prepare,
         is_of_operands=operands is call.operands,
@@ -348,7 +354,10 @@ def _push_all_to_all(call: GemmCall, product: torch.Tensor, y: torch.Tensor) -> 
 
 def _push_sum(call: GemmCall, part: torch.Tensor, y: torch.Tensor, *, scatter: bool) -> Push:
     name, bias = call.operator.name, call.operands.bias
-    return push_and_sum(call.group, name, part, y, bias, call.mark, scatter=scatter)
+    in_tree = call.leaves > 0
+    return push_and_sum(
+        call.group, name, part, y, bias, call.mark, scatter=scatter, in_tree=in_tree
+    )
 
 
 def _moved_reservation(call: GemmCall) -> Reservation:

@@ -10,6 +10,7 @@ import triton.language as tl
 
 import interlace.language as il
 from interlace.gemm.kernels.tiles import add_product
+from interlace.language.tree import add_to_tree
 
 
 class GemvTiling(NamedTuple):
@@ -25,6 +26,8 @@ class GemvTiling(NamedTuple):
         round_parts: Whether a part is rounded to the operands' dtype before it travels, as those of
             the operators around a GEMM are.
         factor: Of the operands' sizes and strides; see ``il.multiple_of``.
+        leaves, node: As ``Tiling`` has them; of several tokens.
+        in_tree: As ``Sending`` has it.
     """
 
     block_n: Any
@@ -35,6 +38,9 @@ class GemvTiling(NamedTuple):
     word_values: Any
     round_parts: Any = False
     factor: Any = 1
+    leaves: Any = 1
+    node: Any = "fp32"
+    in_tree: Any = False
 
 
 class GemvMatrices(NamedTuple):
@@ -150,18 +156,44 @@ def _one_token(x, w, last, K, TILING: tl.constexpr):
 def _several_tokens(x, w, K, TILING: tl.constexpr):
     """Compute ``sum over k of w[:, k] * x[:, k]`` by the matrix unit.
 
-    x and w are tiles of pointers to rows.
+    x and w are tiles of pointers to rows. With several ``TILING.leaves``, these are added in a tree
+    of pairs; see :func:`add_to_tree`.
     """
+    BLOCK_K: tl.constexpr = TILING.block_k
+    LEAVES: tl.constexpr = TILING.leaves
+    k = tl.arange(0, BLOCK_K)
+    if LEAVES == 1:
+        full_blocks = K if TILING.even_k else K // BLOCK_K * BLOCK_K
+        accumulator = _multiply_blocks(x, w, 0, full_blocks, K, TILING)
+        if not TILING.even_k:
+            accumulator = _add_product(accumulator, x, w, full_blocks + k, K, True)
+    else:
+        NODE: tl.constexpr = tl.dtype(TILING.node)
+        BLOCK_N: tl.constexpr = TILING.block_n
+        BLOCK_B: tl.constexpr = TILING.block_b
+        accumulator = tl.zeros([BLOCK_N, BLOCK_B], tl.float32)
+        ones = accumulator.to(NODE)
+        twos, fours = ones, ones
+        # Leaves are whole blocks.
+        size = K // LEAVES
+        for leaf in range(LEAVES):
+            part = _multiply_blocks(x, w, leaf * size, leaf * size + size, K, TILING)
+            accumulator, ones, twos, fours = add_to_tree(
+                part, ones, twos, fours, leaf, LEAVES, NODE
+            )
+    return accumulator
+
+
+@triton.jit
+def _multiply_blocks(x, w, first, end, K, TILING: tl.constexpr):
+    """Compute what whole blocks from column ``first`` to ``end`` add to the sum over K."""
     BLOCK_N: tl.constexpr = TILING.block_n
     BLOCK_B: tl.constexpr = TILING.block_b
     BLOCK_K: tl.constexpr = TILING.block_k
     k = tl.arange(0, BLOCK_K)
-    full_blocks = K if TILING.even_k else K // BLOCK_K * BLOCK_K
     accumulator = tl.zeros([BLOCK_N, BLOCK_B], tl.float32)
-    for start in range(0, full_blocks, BLOCK_K):
+    for start in range(first, end, BLOCK_K):
         accumulator = _add_product(accumulator, x, w, start + k, K, False)
-    if not TILING.even_k:
-        accumulator = _add_product(accumulator, x, w, full_blocks + k, K, True)
     return accumulator
 
 

@@ -48,15 +48,17 @@ def end_call(words, half, epochs, epoch, group):
 def sum_parts(
     part, bias, y, words, epochs, ctx, call, half, elements, N,
     WORLD_SIZE: tl.constexpr, SCATTER: tl.constexpr, FACTOR: tl.constexpr, CHUNK: tl.constexpr,
+    IN_TREE: tl.constexpr,
 ):
     """Compute ``y = sum over ranks of part, + bias``: ``elements`` on each rank.
 
     Every rank sums the same parts for itself; with ``SCATTER``, ``part`` has ``elements`` for each
-    rank, in the order of ranks.
+    rank, in the order of ranks. Ranks' parts are added in rank order, or with ``IN_TREE`` in a tree
+    of pairs (``interlace.language.tree``).
 
     **Protocol.** Program p has chunks p, p + programs, ... of the flat part. It puts them into the
     slot of this rank on every peer, all of them first, and then adds what the peers have put into
-    its own slots, in rank order. Values show by themselves that they have arrived
+    its own slots. Values show by themselves that they have arrived
     (:func:`il.sum_lamport`); the two halves of the slots take turns. A half is written again two
     calls later: by then its reader has sent the values of the call in between, which it did after
     it had read and freed the half. Values carry no mark, so one more program waits for a word of
@@ -66,6 +68,7 @@ def sum_parts(
     """
     program, programs = tl.program_id(0), tl.num_programs(0) - 1
     elements, N = il.multiple_of(elements, FACTOR), il.multiple_of(N, FACTOR)
+    TREE: tl.constexpr = part.dtype.element_ty if IN_TREE else None
     epoch, stamp, group, me = il.enter(epochs, ctx, call)
     calls, slots = memory_of(words, half, epoch, part.dtype.element_ty)
     # Triton makes an argument of 1 a constant, which has no dtype.
@@ -96,7 +99,7 @@ def sum_parts(
             inside = offsets < elements
             own = tl.load(own_part + offsets, mask=inside, other=0.0).to(tl.float32)
             total = il.sum_lamport(
-                slots + offsets, own, size, stamp, chunk, group, inside, WORLD_SIZE
+                slots + offsets, own, size, stamp, chunk, group, inside, WORLD_SIZE, TREE
             )
             if bias is not None:
                 total += tl.load(bias + offsets % N, mask=inside, other=0.0).to(tl.float32)

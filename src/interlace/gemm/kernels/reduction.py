@@ -12,6 +12,7 @@ from interlace.gemm.kernels.places import FIRST_ROW, ROUTE, ROWS_SENT
 from interlace.gemm.kernels.tiles import (
     add_bias, cells_of, multiply_tile, scale_tile, tile_place,
 )
+from interlace.language.tree import add_to_tree
 
 _PARTS_IN_FLIGHT = tl.constexpr(3)
 
@@ -75,7 +76,8 @@ def add_parts(
     """Return a float32 tile of this rank's own rows plus the peers' parts of it, in rank order.
 
     This rank's own tile is the first to be added, unrounded. With ``SENDING.in_rank_order`` it is
-    rounded like the received parts, and added in rank order with them.
+    rounded like the received parts, and added in rank order with them, or with ``SENDING.in_tree``
+    in a tree of pairs.
 
     Args:
         OWN_PART: Whether this rank's slot holds a part, too.
@@ -90,6 +92,11 @@ def add_parts(
         # Rounded as if it had travelled: otherwise a row's bits would depend on which rank owns it.
         own = total.to(OUT).to(tl.float32)
         total = tl.zeros_like(total)
+    # A tree of two is their sum in rank order, which takes fewer registers.
+    IN_TREE: tl.constexpr = SENDING.in_tree and WORLD_SIZE > 2
+    if IN_TREE:
+        ones = tl.zeros(total.shape, OUT)
+        twos, fours = ones, ones
     all_ranks = OWN_PART or IN_RANK_ORDER
     sources = WORLD_SIZE if all_ranks else WORLD_SIZE - 1
     for index in tl.range(0, sources, num_stages=_PARTS_IN_FLIGHT):
@@ -106,7 +113,12 @@ def add_parts(
         value = part.to(tl.float32)
         if IN_RANK_ORDER:
             value = tl.where(source == me, own, value)
-        total += value
+        if IN_TREE:
+            total, ones, twos, fours = add_to_tree(
+                value, ones, twos, fours, source, WORLD_SIZE, OUT
+            )
+        else:
+            total += value
     return total
 
 
@@ -122,7 +134,7 @@ def send_and_sum(
     for each peer, and this rank's own tile of the round before; programs begin a round with
     different ranks, so that own tiles, which send nothing, are spread. Tiles' copies run while the
     next ones are computed; in the next round they are complete and their owners are told, all at
-    once. The sum is float32: the own part first, then the peers' in rank order.
+    once. The sum is float32, in the order of :func:`add_parts`.
 
     A wait is for peers' programs of the same index, in the same round, after this program's own
     signals of that round: a grid finishes even if its programs run one after another.
@@ -197,7 +209,7 @@ def send_and_sum(
                     total = add_parts(total, slots, row, column, rows, N, group, SENDING, TILING)
                     # After a failed wait the slots may hold parts of an earlier call.
                     total = il.nan_unless(arrived, total)
-                elif SENDING.in_rank_order:
+                elif SENDING.in_rank_order and not SENDING.in_tree:
                     total = total.to(OUT).to(tl.float32)
                 if bias is not None:
                     total = add_bias(total, bias, column, N)

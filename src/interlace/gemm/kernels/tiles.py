@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 import interlace.language as il
+from interlace.language.tree import add_to_tree
 
 
 class Tiling(NamedTuple):
@@ -17,6 +18,9 @@ class Tiling(NamedTuple):
         descriptors: Whether x and w are tensor descriptors, or else pointers.
         w_along_k: Whether w is contiguous along K, or else along N.
         factor: Of the operands' sizes and strides; see ``il.multiple_of``.
+        leaves: Parts of K, each of whole steps, whose sums are added in a tree of pairs; 1 to add
+            along all of K.
+        node: Triton's name of the dtype to which sums in that tree are rounded.
     """
 
     block_m: Any
@@ -26,6 +30,8 @@ class Tiling(NamedTuple):
     descriptors: Any
     w_along_k: Any
     factor: Any = 1
+    leaves: Any = 1
+    node: Any = "fp32"
 
 
 class Sending(NamedTuple):
@@ -39,6 +45,7 @@ class Sending(NamedTuple):
         interleave: Tiles for one rank before the next rank's turn; see ``GemmConfig.interleave``.
         in_rank_order: Whether a sum has the same bits whichever rank computes it: every part is
             rounded, this rank's own too, and all are added in rank order.
+        in_tree: Whether they are added in a tree of pairs instead; see :func:`add_to_tree`.
     """
 
     world_size: Any
@@ -47,6 +54,7 @@ class Sending(NamedTuple):
     tile_stores: Any
     interleave: Any
     in_rank_order: Any
+    in_tree: Any = False
 
 
 class Matrices(NamedTuple):
@@ -108,11 +116,39 @@ def tile_place(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
 def multiply_tile(matrices, row, column, rows, TILING: tl.constexpr, w_first=0):
     """Return ``x[row :] @ w[column :].T``, float32 ``[block_m, block_n]``.
 
+    K is added from its beginning to its end, or with several ``TILING.leaves`` each leaf of it, and
+    leaves in a tree of pairs; see :func:`add_to_tree`.
+
     Args:
         rows: Rows of x; rows of the result beyond them are undefined.
         w_first: Where K begins in a descriptor of several weights, one behind the other, if w is
             contiguous along N.
     """
+    LEAVES: tl.constexpr = TILING.leaves
+    K = matrices.K
+    if LEAVES == 1:
+        total = _multiply_columns(matrices, row, column, rows, 0, K, TILING, w_first)
+    else:
+        NODE: tl.constexpr = tl.dtype(TILING.node)
+        BLOCK_M: tl.constexpr = TILING.block_m
+        BLOCK_N: tl.constexpr = TILING.block_n
+        total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        ones = total.to(NODE)
+        twos, fours = ones, ones
+        size = K // LEAVES
+        # A branch within the loop over steps would make ptxas serialise the matrix unit.
+        for leaf in range(LEAVES):
+            first = leaf * size
+            part = _multiply_columns(
+                matrices, row, column, rows, first, first + size, TILING, w_first
+            )
+            total, ones, twos, fours = add_to_tree(part, ones, twos, fours, leaf, LEAVES, NODE)
+    return total
+
+
+@triton.jit
+def _multiply_columns(matrices, row, column, rows, first, end, TILING: tl.constexpr, w_first):
+    """Return what columns ``first`` to ``end`` of K add to :func:`multiply_tile`."""
     BLOCK_M: tl.constexpr = TILING.block_m
     BLOCK_N: tl.constexpr = TILING.block_n
     BLOCK_K: tl.constexpr = TILING.block_k
@@ -121,7 +157,7 @@ def multiply_tile(matrices, row, column, rows, TILING: tl.constexpr, w_first=0):
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     if TILING.descriptors:
         # Descriptors return zeros beyond the matrix, so no masks are needed along K.
-        for k in range(0, K, BLOCK_K):
+        for k in range(first, end, BLOCK_K):
             left = x.load([row, k])
             right = w.load([column, k]).T if W_ALONG_K else w.load([w_first + k, column])
             total = add_product(total, left, right)
@@ -136,7 +172,7 @@ def multiply_tile(matrices, row, column, rows, TILING: tl.constexpr, w_first=0):
         m, n = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
         lines = x + m.to(tl.int64)[:, None] * x_stride
         columns = w + n.to(tl.int64)[None, :] * (w_stride if W_ALONG_K else 1)
-        for k in range(0, K, BLOCK_K):
+        for k in range(first, end, BLOCK_K):
             inner = k + tl.arange(0, BLOCK_K)
             inside_x = (m < rows)[:, None] & (inner < K)[None, :]
             left = tl.load(lines + inner[None, :], mask=inside_x, other=0.0)

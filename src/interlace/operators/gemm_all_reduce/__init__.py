@@ -82,10 +82,17 @@ class GemmAllReduce(GemmOperator):
         return gemv.with_table(super().choose(**call, default=default), **call)
 
     def invariant_choice(
-        self, operands: Operands, choice: Choice[Any], world_size: int
+        self,
+        operands: Operands,
+        choice: Choice[Any],
+        world_size: int,
+        *,
+        for_all_ranks: bool = False,
     ) -> Choice[Any]:
         """Return a choice with the configurations of batch-invariant calls."""
-        invariant = super().invariant_choice(operands, choice, world_size)
+        invariant = super().invariant_choice(
+            operands, choice, world_size, for_all_ranks=for_all_ranks
+        )
         sizes = operands.sizes(operands.rows) | {"world_size": world_size}
         return gemv.with_invariant_tiles(invariant, sizes)
 

@@ -22,16 +22,16 @@ NAME = "gemm_all_reduce"
 def run(call: GemmCall) -> DeferredCall | torch.Tensor:
     """Return the sum, ``[M, N]``, the same on every rank, by one kernel."""
     operands, group, config, mark = call.operands.for_kernel(), call.group, call.config, call.mark
-    in_rank_order = call.is_batch_invariant
+    in_rank_order, leaves = call.is_batch_invariant, call.leaves
     return launch.run_into_peers(
         group,
         operands,
         operands.rows,
         operands.columns,
         operands.rows,
-        (NAME, config, mark, in_rank_order),
+        (NAME, config, mark, in_rank_order, leaves),
         lambda destination: prepare(
-            group, operands, config, mark, destination, in_rank_order=in_rank_order
+            group, operands, config, mark, destination, in_rank_order=in_rank_order, leaves=leaves
         ),
         is_of_operands=operands is call.operands,
     )
@@ -65,6 +65,7 @@ def prepare(
     destination: Destination,
     *,
     in_rank_order: bool = False,
+    leaves: int = 0,
 ) -> Launch:
     """Return the launch. Collective when the workspace must grow.
 
@@ -72,6 +73,7 @@ def prepare(
         mark: The number from the ranks' agreement.
         destination: The output buffer that this rank's result goes to.
         in_rank_order: Whether a sum has the same bits whichever rank computes it.
+        leaves: As a ``GemmCall`` has them.
     """
     require(group.backend)
     from interlace.gemm.kernels.grants import OutputBuffers
@@ -122,6 +124,7 @@ def prepare(
             descriptors=tiles,
             tile_stores=tiles,
             in_rank_order=in_rank_order,
+            leaves=leaves,
         ),
         (operands,),
     )

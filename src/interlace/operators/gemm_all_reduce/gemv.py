@@ -13,7 +13,7 @@ import torch
 
 from interlace.comm import MAX_PROGRAMS, Group
 from interlace.comm.groups.reservation import Reservation, WorkspaceSize
-from interlace.comm.launching.kernels import Launch, known_factor
+from interlace.comm.launching.kernels import Launch, known_factor, triton_dtype
 from interlace.comm.replay.deferred import DeferredCall, New
 from interlace.comm.replay.replays import places
 from interlace.comm.runtime.interpreter import require
@@ -48,7 +48,8 @@ _KERNEL = "gemv_all_reduce"
 def run(call: GemmCall) -> DeferredCall:
     """Return the sum over ranks, ``[M, N]``, by one kernel."""
     operands, group, mark = call.operands, call.group, call.mark
-    config, is_invariant = call.configs[GEMV.name], call.is_batch_invariant
+    config = call.configs[GEMV.name]
+    is_invariant, leaves = call.is_batch_invariant, call.leaves
     assert isinstance(config, GemvAllReduceConfig)
     x, w, bias = operands.x, operands.w, operands.bias
     # The kernel reads both along K.
@@ -58,11 +59,13 @@ def run(call: GemmCall) -> DeferredCall:
         w = w.contiguous()
 
     return DeferredCall(
-        (_KERNEL, config, mark, is_invariant, places(x, w, bias)),
+        (_KERNEL, config, mark, is_invariant, leaves, places(x, w, bias)),
         New.like(x, [x.shape[0], w.shape[0]]),
         # The launch is prepared within ``Group.running``.
         lambda y: (
-            lambda: prepare(group, x, w, bias, y, config, mark, is_batch_invariant=is_invariant)()
+            lambda: prepare(
+                group, x, w, bias, y, config, mark, is_batch_invariant=is_invariant, leaves=leaves
+            )()
         ),
         with_libraries=False,
         is_of_operands=x is operands.x and w is operands.w,
@@ -200,13 +203,16 @@ class _Words(NamedTuple):
         ranks: int,
         config: GemvAllReduceConfig,
         is_batch_invariant: bool,
+        leaves: int,
     ) -> _Words:
         """Return the words of ``[tokens, rows]`` sums."""
         fewest = fewest_tokens(device, dtype) if is_batch_invariant else 1
         block_b = block_tokens(tokens, fewest)
         tiles = ceil_div(rows, config.block_n) * ceil_div(tokens, block_b)
         # Two values per word halve the bytes; float32 would lose digits, and a pair is two tokens.
-        values = 2 if dtype.itemsize == 2 and block_b > 1 else 1
+        # The only part of a tree is its whole sum, which is rounded behind the bias.
+        is_whole = ranks == 1 and leaves > 0
+        values = 2 if dtype.itemsize == 2 and block_b > 1 and not is_whole else 1
         words = tiles * config.block_n * block_b // values
         if config.protocol == "one_shot":
             slot, results = round_up(words, 16), 0
@@ -225,7 +231,9 @@ def _reservation(call: GemmCall) -> Reservation:
         rows=len(x), columns=columns, world_size=ranks, itemsize=x.itemsize
     )
     assert isinstance(config, GemvAllReduceConfig)
-    words = _Words.of(len(x), columns, x.dtype, x.device, ranks, config, call.is_batch_invariant)
+    words = _Words.of(
+        len(x), columns, x.dtype, x.device, ranks, config, call.is_batch_invariant, call.leaves
+    )
     return Reservation((words.size,))
 
 
@@ -239,6 +247,7 @@ def prepare(
     mark: int = 0,
     *,
     is_batch_invariant: bool = False,
+    leaves: int = 0,
 ) -> Launch:
     """Prepare the launch for x ``[B, K]``, its rows contiguous, w ``[N, K]`` and y ``[B, N]``.
 
@@ -247,17 +256,22 @@ def prepare(
     Args:
         mark: The number that the ranks' agreement returned.
         is_batch_invariant: Whether a token's result must have the same bits in every batch.
+        leaves: As a ``GemmCall`` has them.
     """
     require(group.backend)
     from interlace.operators.gemm_all_reduce.kernels.one_shot import gemv_all_reduce_one_shot
     from interlace.operators.gemm_all_reduce.kernels.two_phase import gemv_all_reduce_two_phase
 
     tokens, rows, columns, ranks = x.shape[0], w.shape[0], w.shape[1], group.world_size
-    words = _Words.of(tokens, rows, x.dtype, x.device, ranks, config, is_batch_invariant)
+    words = _Words.of(tokens, rows, x.dtype, x.device, ranks, config, is_batch_invariant, leaves)
     block_b, tiles, values = words.block_b, words.tiles, words.values
     programs = min(tiles, config.max_programs or MAX_PROGRAMS, MAX_PROGRAMS)
     tiling = tiling_of(x, w, config, block_b)._replace(
-        word_values=values, round_parts=is_batch_invariant
+        word_values=values,
+        round_parts=is_batch_invariant and not (ranks == 1 and leaves > 0),
+        leaves=max(leaves, 1),
+        node=triton_dtype(x.dtype).name,
+        in_tree=leaves > 0,
     )
     constants = {
         "WORLD_SIZE": ranks,

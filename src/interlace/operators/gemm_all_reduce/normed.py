@@ -213,7 +213,7 @@ def _known_call(
         return None
     key: list[Hashable] = [
         _NAME, None if is_many else rows, impl, norm, eps, out_dtype, x.shape[1], x.stride(),
-        x.dtype, w.shape, w.stride(), w.dtype, w.get_device(), invariance.is_enabled(),
+        x.dtype, w.shape, w.stride(), w.dtype, w.get_device(), invariance.mode(),
         autotune.is_enabled(impl),
     ]  # fmt: skip
     addresses = [x.data_ptr(), w.data_ptr()]

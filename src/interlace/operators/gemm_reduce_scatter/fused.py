@@ -26,15 +26,16 @@ def run(call: GemmCall) -> DeferredCall:
     # A descriptor needs rows that begin at multiples of 16 bytes. Where they do anyhow, the copy at
     # the end is none.
     stride = launch.padded_columns(operands.columns, operands.out_dtype)
-    in_rank_order = call.is_batch_invariant
+    config, mark = call.config, call.mark
+    in_rank_order, leaves = call.is_batch_invariant, call.leaves
 
     return DeferredCall(
-        (NAME, call.config, call.mark, in_rank_order, rows, operands.memory()),
+        (NAME, config, mark, in_rank_order, leaves, rows, operands.memory()),
         New(operands.x.device, (([rows[group.rank], stride], operands.out_dtype),)),
         # The launch is prepared within ``Group.running``.
         lambda y: (
             lambda: prepare(
-                group, operands, rows, y, call.config, call.mark, in_rank_order=in_rank_order
+                group, operands, rows, y, config, mark, in_rank_order=in_rank_order, leaves=leaves
             )()
         ),
         functools.partial(launch.without_padding, columns=operands.columns),
@@ -58,6 +59,7 @@ def prepare(
     *,
     tile_stores: bool = True,
     in_rank_order: bool = False,
+    leaves: int = 0,
 ) -> Launch:
     """Return the launch. Collective when the workspace must grow.
 
@@ -68,6 +70,7 @@ def prepare(
         tile_stores: Whether tiles travel by copies out of shared memory where the GPU has them;
             else by ordinary stores.
         in_rank_order: Whether a sum has the same bits whichever rank computes it.
+        leaves: As a ``GemmCall`` has them.
     """
     require(group.backend)
     from interlace.gemm.kernels.reduction import SlotHalves
@@ -103,6 +106,7 @@ def prepare(
             descriptors=descriptors,
             tile_stores=tiles,
             in_rank_order=in_rank_order,
+            leaves=leaves,
         ),
         (operands, y),
     )

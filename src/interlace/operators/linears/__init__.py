@@ -35,13 +35,10 @@ def _run(
 ) -> list[torch.Tensor]:
     """Compute ``x @ w.T + bias`` for each weight, by the kernel where it can."""
     _validate(x, weights, biases)
-    # Where calls must be batch-invariant, one kernel has all numbers of tokens: this one, if no
-    # number of them changes its bits.
+    # Where calls must be batch-invariant, this kernel has all numbers of tokens.
     is_invariant = invariance.is_enabled()
-    takes_all = is_invariant and invariance.has_one_arithmetic(x.device, x.dtype)
     # A compiled graph may be called with more tokens than it was traced with.
-    takes_few = not is_invariant and x.shape[0] <= MOST_TOKENS
-    if takes_all or takes_few:
+    if is_invariant or x.shape[0] <= MOST_TOKENS:
         return multiply(x, weights, biases, is_batch_invariant=is_invariant)
     return reference.linears(x, weights, biases)
 

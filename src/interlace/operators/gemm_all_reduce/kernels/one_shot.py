@@ -32,6 +32,7 @@ def gemv_all_reduce_one_shot(
     ``[11, 22]``.
     """
     VALUES: tl.constexpr = TILING.word_values
+    TREE: tl.constexpr = tl.dtype(TILING.node) if TILING.in_tree else None
     program, programs = tl.program_id(0), tl.num_programs(0)
     matrices = matrices_of(x, w, N, B, K, stride_x, stride_w, TILING)
     N, K = matrices.N, matrices.K
@@ -68,7 +69,7 @@ def gemv_all_reduce_one_shot(
             agreed = agree(calls, stamp, group, WORLD_SIZE)
         # A word is complete once it carries this call's stamp: waiting is reading it again.
         total = il.sum_packed(
-            slots + offsets, part, slot, stamp, program, group, inside, WORLD_SIZE, VALUES
+            slots + offsets, part, slot, stamp, program, group, inside, WORLD_SIZE, VALUES, TREE
         )
         store_output(result, out_of_words(total, VALUES), rows, tokens, mask, True)
     else:
@@ -92,7 +93,7 @@ def gemv_all_reduce_one_shot(
             rows, tokens, mask = tile_at(tile, N, B, TILING)
             offsets, inside = words_of(tile, rows, N, B, TILING)
             total = il.sum_packed(
-                slots + offsets, None, slot, stamp, tile, group, inside, WORLD_SIZE, VALUES
+                slots + offsets, None, slot, stamp, tile, group, inside, WORLD_SIZE, VALUES, TREE
             )
             store_output(result, out_of_words(total, VALUES), rows, tokens, mask, True)
     end_call(result, words, half, epochs, epoch, agreed, group)

@@ -123,6 +123,7 @@ def _send_sum(
     """Add up the rows of a tile that this rank owns, and put the results at every peer."""
     BLOCK_OWNED: tl.constexpr = triton.next_power_of_2(OWNED)
     VALUES: tl.constexpr = TILING.word_values
+    TREE: tl.constexpr = tl.dtype(TILING.node) if TILING.in_tree else None
     rank = il.rank(group)
     line = tl.arange(0, BLOCK_OWNED)
     rows, tokens, mask = tile_at(tile, result.N, result.B, TILING)
@@ -133,7 +134,7 @@ def _send_sum(
     parts = slots.first + _owned_words(tile, line, OWNED, TILING)
     # Every rank's part is waited for; they are added in rank order, so that all get the same bits.
     words = il.sum_packed(
-        parts, None, slots.size, slots.stamp, tile, group, inside, WORLD_SIZE, VALUES
+        parts, None, slots.size, slots.stamp, tile, group, inside, WORLD_SIZE, VALUES, TREE
     )
     total = out_of_words(words, VALUES)
     if result.bias is not None:

@@ -61,10 +61,13 @@ def sum_words(
     mask: Any,
     SOURCES: Any,
     VALUES: Any,
+    *order: Any,
 ) -> Any:
     """Wait for packed words as one operation, then call ``original``, which adds them."""
     with _having_awaited(ptr, kept, stride, epoch, group, mask, SOURCES, int(_plain(VALUES))):
-        return original(ptr, kept, stride, first, epoch, slice, group, mask, SOURCES, VALUES)
+        return original(
+            ptr, kept, stride, first, epoch, slice, group, mask, SOURCES, VALUES, *order
+        )
 
 
 def sum_values(
@@ -78,10 +81,11 @@ def sum_values(
     group: Any,
     mask: Any,
     SOURCES: Any,
+    *order: Any,
 ) -> Any:
     """Wait for values that show by themselves that they have arrived, then call ``original``."""
     with _having_awaited(ptr, own, stride, epoch, group, mask, SOURCES, 0):
-        return original(ptr, own, stride, first, epoch, slice, group, mask, SOURCES)
+        return original(ptr, own, stride, first, epoch, slice, group, mask, SOURCES, *order)
 
 
 @contextlib.contextmanager

@@ -225,8 +225,8 @@ def test_what_the_mode_is(monkeypatch: pytest.MonkeyPatch) -> None:
         interlace.batch_invariant(ranks=3),
     ):
         pass
-    monkeypatch.setenv("INTERLACE_BATCH_INVARIANT_RANKS", "4")
+    monkeypatch.setenv("INTERLACE_BATCH_INVARIANT", "4")
     assert invariance.mode() == 4
-    monkeypatch.setenv("INTERLACE_BATCH_INVARIANT_RANKS", "6")
-    with pytest.raises(interlace.ArgumentError, match="INTERLACE_BATCH_INVARIANT_RANKS must be"):
+    monkeypatch.setenv("INTERLACE_BATCH_INVARIANT", "6")
+    with pytest.raises(interlace.ArgumentError, match="INTERLACE_BATCH_INVARIANT must be"):
         invariance.mode()

@@ -15,6 +15,7 @@ which each rank has a subtree: see :func:`batch_invariant`.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -52,7 +53,7 @@ MOST_RANKS = 8
 LEAST_LEAF = 16
 """A leaf's columns of K are a multiple of this: a step of the matrix unit."""
 
-_RANKS_VARIABLE = "INTERLACE_BATCH_INVARIANT_RANKS"
+_VARIABLE, _RANK_WORDS = "INTERLACE_BATCH_INVARIANT", ("2", "4", str(MOST_RANKS))
 
 _asked: int | None = None
 """What the innermost context says, as :func:`mode` returns it; None outside of any."""
@@ -79,7 +80,7 @@ def batch_invariant(enabled: bool = True, *, ranks: bool | int = False) -> Itera
     added to another one, so ranks send as many bytes as without.
 
     ``INTERLACE_BATCH_INVARIANT=1`` in the environment is the same for the whole program, and
-    ``INTERLACE_BATCH_INVARIANT_RANKS=8`` is ``ranks=8``.
+    ``INTERLACE_BATCH_INVARIANT=8`` is ``ranks=8``.
 
     Args:
         enabled: False to go by speed within the context, whatever the environment says. It must be
@@ -124,9 +125,18 @@ def mode() -> int:
     """
     if _asked is not None:
         return _asked
-    most = environment.whole_number(_RANKS_VARIABLE, 0)
-    _require_tree(_RANKS_VARIABLE, most)
-    return most or int(bool(environment.switch("INTERLACE_BATCH_INVARIANT")))
+    text = os.environ.get(_VARIABLE)
+    if not text:  # most often: calls ask, so this is quick
+        return 0
+    if text in _RANK_WORDS:
+        return int(text)
+    try:
+        return int(bool(environment.switch(_VARIABLE)))
+    except ArgumentError:
+        raise ArgumentError(
+            f"{_VARIABLE} must be 1 or 0, or a number of ranks, {' or '.join(_RANK_WORDS)}; got "
+            f"{text!r}. Change it, or unset it."
+        ) from None
 
 
 def is_enabled() -> bool:

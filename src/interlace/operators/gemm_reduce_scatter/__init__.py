@@ -47,7 +47,7 @@ class GemmReduceScatter(GemmOperator):
         network.across_nodes(
             Implementation(
                 "chunked",
-                "torch.mm for the peers' rows, copy engines, and a kernel for this rank's own",
+                "torch.mm, copy engines for the peers' rows, and a kernel that adds the parts",
                 chunked.run,
                 needs(same_dtype=True),
                 schedule="by_peer",
@@ -166,7 +166,8 @@ def gemm_reduce_scatter(
             sends slices over the network and ``"unfused"`` takes any call; default: the default
             process group.
         impl: The implementation. ``"fused"`` is a single kernel. ``"chunked"`` is ``torch.mm`` for
-            the peers' rows, which copy engines send, and a kernel for this rank's own rows.
+            the peers' rows, which copy engines send, and a kernel for this rank's own rows, or
+            ``torch.mm`` and a kernel that adds, whichever is predicted to be faster.
             ``"pushed"`` is a product, then a kernel that stores the rows at their owners and adds
             them there (rows split evenly). ``"unfused"`` or ``"nccl"`` is ``F.linear``, then
             ``reduce_scatter``. ``"async_tp"`` is PyTorch's own pair, on GPUs. ``"auto"`` is the one

@@ -80,7 +80,7 @@ def test_a_peer_is_compared_and_the_absent_ones_are_named(tmp_path: Path) -> Non
     ways = result["ways"]
     assert result["of_peer"] == ["Here", "Here, failing", "Here, wrong"]
     assert {name for name, told in ways.items() if "failed" not in told} == {
-        "alone", "pair", "Interlace", "Here",
+        "alone", "pair", "Interlace", "Interlace, rows in place", "Here",
     }  # fmt: skip
     assert ways["Here, wrong"]["failed"].startswith("wrong by 5.0e-01")
     assert ways["Here, failing"]["failed"] == "ValueError: not these sizes"

@@ -48,6 +48,8 @@ def all_gather_gemm(m: int, n: int, k: int) -> Case:
     inputs = _product(m, n, k)
     own = m // dist.get_world_size()
     inputs.shard, inputs.gathered = random(own, k), inputs.x
+    symmetric = interlace.empty_symmetric((own, k), dtype=inputs.x.dtype)
+    inputs.rows_in_place = symmetric.local.copy_(inputs.shard)
 
     def alone(i: int) -> torch.Tensor:
         return torch.mm(inputs.gathered, _weight(inputs, i).t(), out=inputs.y)
@@ -65,7 +67,11 @@ def all_gather_gemm(m: int, n: int, k: int) -> Case:
     def ours(i: int) -> torch.Tensor:
         return interlace.all_gather_gemm(inputs.shard, _weight(inputs, i))
 
-    return Case(f"{m} x {n} x {k}", inputs, ways_of(alone, pair, ours, async_tp))
+    def in_place(i: int) -> torch.Tensor:
+        return interlace.all_gather_gemm(inputs.rows_in_place, _weight(inputs, i))
+
+    ways = ways_of(alone, pair, ours, async_tp) | {"Interlace, rows in place": in_place}
+    return Case(f"{m} x {n} x {k}", inputs, ways)
 
 
 REDUCE_SCATTER_SIZES: tuple[Sizes, ...] = (

@@ -112,9 +112,7 @@ def begin(
     mark: int,
     *,
     own_address: int | None = None,
-    own: torch.Tensor | None = None,
     in_place: bool = False,
-    tells_beside: bool = False,
     signal: bool,
 ) -> Arrivals:
     """Enqueue the copies that fetch the peers' rows, to run beside the current stream's next work.
@@ -132,10 +130,8 @@ def begin(
         pieces: The copies from each peer, in the order in which they are enqueued.
         mark: The number from the ranks' agreement.
         own_address: The address in ``gathered`` that x is copied to as well; None for no copy.
-        own: The rows of x in place that are copied there; default: all.
         in_place: Whether peers fetch the rows from x itself, which lies at one place of symmetric
             memory on every rank. :func:`settle`, or the product, must wait for them then.
-        tells_beside: Whether peers are told of rows in place beside the current stream's next work.
         signal: Whether to set the product's signals after each source's rows.
     """
     from interlace.gemm.kernels import staged
@@ -147,9 +143,8 @@ def begin(
         workspace.notes,
     )
     align = ALIGNMENT_BYTES // x.dtype.itemsize
-    copied = x if own is None else own
     arguments = {
-        "x": copied,
+        "x": x,
         "x_scale": x_scale,
         "staged_address": workspace.data.address,
         "scale_offset": staging.scale_offset,
@@ -158,7 +153,7 @@ def begin(
         "epochs": workspace.side_epochs,
         "ctx": context,
         "call": mark,
-        "rows": len(copied),
+        "rows": len(x),
         "K": staging.inner,
         "x_stride": row_stride(x),
         "x_scale_stride": scale_stride(x_scale),
@@ -176,19 +171,14 @@ def begin(
     constants |= {"ROWS": 4, "COLS": 1024}
     if in_place and own_address is None:
         programs, constants = 1, constants | _SMALL
-    stage = Launch(staged.stage_rows, (programs,), arguments, constants)
     # Peers' copies of the first row: x has the same place on every rank.
     first_row = x.data_ptr() - group.rank * group.stride if in_place else workspace.data.address
     arrived: Arrivals = {}
     since = copies.so_far(group)
     # Staging comes before the current stream's next work, not beside it: a product that got the
     # SMs first would occupy all of them, and keep the peers waiting until it ends.
-    tells_beside &= in_place
-    if not tells_beside:
-        stage()
+    Launch(staged.stage_rows, (programs,), arguments, constants)()
     with copies.beside(group, first=True, since=since):
-        if tells_beside:
-            stage()
         # 2. Wait until every peer has staged its rows. This kernel needs an SM while the product
         # occupies all of them; it gets one now, while staging still leaves SMs free.
         awaiting = {"signals": signals, "ctx": context, "notes": notes, "call": mark}

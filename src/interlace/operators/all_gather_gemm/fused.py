@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -115,7 +115,6 @@ def _gather_and_multiply(given: GemmCall, impl: str, prepare: Prepare) -> Deferr
             call.mark,
             call.is_batch_invariant,
             call.place,
-            OVERLAP,
             operands.memory(),
         ),
         _memory(operands, rows, operands.columns),
@@ -128,103 +127,31 @@ def _gather_and_multiply(given: GemmCall, impl: str, prepare: Prepare) -> Deferr
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class Overlap:
-    """How ``"chunked"`` orders its steps.
-
-    Attributes:
-        tells_beside: Whether peers are told of rows in place beside the first product, not before
-            it.
-        settles_first: Whether arrivals are checked before the peers' rows are multiplied, beside
-            the product of this rank's own rows; else behind all products. With more than two ranks
-            it is always behind them.
-        multiplies_beside: Whether the peers' rows are multiplied beside this rank's own rows, as
-            soon as they have arrived; else behind them.
-        first_rows: Rows of this rank that are multiplied before the peer's, of two ranks; its other
-            rows are multiplied together with them, in one product. 0: all of them.
-    """
-
-    tells_beside: bool = False
-    settles_first: bool = True
-    multiplies_beside: bool = False
-    first_rows: int = 0
-
-
-OVERLAP = Overlap()
-
-
-class _Product(NamedTuple):
-    """A product of some rows.
-
-    Attributes:
-        begin, end: The rows, among those of all ranks.
-        source: The rank whose rows must have arrived; None for rows that are read from x.
-    """
-
-    begin: int
-    end: int
-    source: int | None
-
-
-def _products(rank: int, rows: Sequence[int], first_rows: int) -> list[_Product]:
-    """Return the products of all ranks' rows in their order: this rank's own rows, then the
-    neighbour's and so on; or of two ranks ``first_rows`` of this rank's, then all others.
-    """
-    ranks, total = len(rows), sum(rows)
-    if ranks == 2 and 0 < first_rows < rows[rank]:
-        # What comes later lies next to the peer's rows.
-        if rank == 0:
-            return [_Product(0, first_rows, None), _Product(first_rows, total, 1)]
-        begin = total - first_rows
-        return [_Product(begin, total, None), _Product(0, begin, 0)]
-    begins = [sum(rows[:each]) for each in range(ranks)]
-    order = [(rank + step) % ranks for step in range(ranks)]
-    return [
-        _Product(begins[each], begins[each] + rows[each], None if each == rank else each)
-        for each in order
-    ]
-
-
 def _prepare_chunked(call: GemmCall, y: torch.Tensor, gathered: torch.Tensor) -> Callable[[], None]:
     operands, group, rows = call.operands, call.group, call.rows.by_rank
-    staging, overlap, in_place = _staging(operands, rows), OVERLAP, call.place is not None
+    staging, rank, ranks = _staging(operands, rows), group.rank, group.world_size
     staging.workspace(group)
-    settles_first = overlap.settles_first and group.world_size == 2
-    products = _products(group.rank, rows, overlap.first_rows)
-    own_begin = sum(rows[: group.rank])
+    # With more ranks, one that is late would hold up the products of all others' rows.
+    settles_first = ranks == 2
 
     def enqueue() -> None:
-        weight = operands.w.T
-
-        def multiply(product: _Product) -> None:
-            begin, end, source = product
-            if source is None:
-                x = operands.x[begin - own_begin : end - own_begin]
-            else:
+        weight, in_place = operands.w.T, call.place is not None
+        settle = functools.partial(fetch.settle, group, staging, mark=call.mark, in_place=in_place)
+        arrivals = _begin(call, operands, staging, gathered, signal=False)
+        if settles_first:
+            # Beside the product of this rank's own rows, so that nothing follows the products.
+            with fetch.behind(group):
+                settle(gathered, None)
+                arrivals[1 - rank] = copies.so_far(group)
+        for step in range(ranks):
+            source = (rank + step) % ranks
+            begin = sum(rows[:source])
+            end = begin + rows[source]
+            x = operands.x
+            if source != rank:
                 copies.wait_for(group, arrivals[source])
                 x = gathered[begin:end, : operands.inner]
             multiply_into(y[begin:end], x, weight, operands.bias)
-
-        settle = functools.partial(fetch.settle, group, staging, mark=call.mark, in_place=in_place)
-        first, *others = products
-        start = copies.so_far(group)
-        arrivals = _begin(
-            call, operands, staging, gathered, signal=False, tells_beside=overlap.tells_beside,
-            multiplied=range(first.begin - own_begin, first.end - own_begin),
-        )  # fmt: skip
-        if settles_first:
-            with fetch.behind(group):
-                settle(gathered, None)
-                arrivals[1 - group.rank] = copies.so_far(group)
-        if overlap.multiplies_beside:
-            with copies.beside(group, since=start):
-                for product in others:
-                    multiply(product)
-            multiply(first)
-            copies.join(group)
-        else:
-            for product in products:
-                multiply(product)
         fetch.end(group)
         if not settles_first:
             settle(gathered if call.gather else None, y)
@@ -292,26 +219,14 @@ def _begin(
     gathered: torch.Tensor,
     *,
     signal: bool,
-    tells_beside: bool = False,
-    multiplied: range | None = None,
 ) -> fetch.Arrivals:
     """Enqueue the copies of the peers' rows into ``gathered``; see
     :func:`interlace.gemm.fetch.begin`.
-
-    Args:
-        multiplied: The rows of x that are multiplied where they lie; default: all. The others are
-            copied to ``gathered``.
     """
     group, rows = call.group, call.rows.by_rank
-    in_place, own_rows = call.place is not None, rows[group.rank]
-    own_address, own = None, None
-    if call.gather or (multiplied is not None and len(multiplied) < own_rows):
-        first = 0
-        if in_place and not call.gather and multiplied is not None:
-            first = 0 if multiplied.start else multiplied.stop
-            own = operands.x[first : multiplied.start or own_rows]
-        begin = sum(rows[: group.rank]) + first
-        own_address = gathered.data_ptr() + begin * staging.row_bytes
+    own_address = None
+    if call.gather:
+        own_address = gathered.data_ptr() + sum(rows[: group.rank]) * staging.row_bytes
     return fetch.begin(
         group,
         staging,
@@ -321,9 +236,7 @@ def _begin(
         _pieces(group, staging, rows, gathered),
         call.mark,
         own_address=own_address,
-        own=own,
-        in_place=in_place,
-        tells_beside=tells_beside and own_address is None,
+        in_place=call.place is not None,
         signal=signal,
     )
 

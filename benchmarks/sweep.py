@@ -216,7 +216,7 @@ def predicted_fastest(
         return None
     declaration = operators()[next(iter(known.values()))[1].operator]
     times_us = {name: us for name, (us, _) in known.items()}
-    return known[profile.in_order(times_us, declaration.pairs_among(known))[0]][1]
+    return known[profile.in_order(times_us, declaration.preferred_among(known))[0]][1]
 
 
 def ratios_of(results: Iterable[Mapping[str, Any]], choice: str = "auto") -> Ratios:

@@ -240,6 +240,15 @@ class Operator(abc.ABC):
         """Return the names of those implementations that are such pairs."""
         return {name for name in names if self.is_pair(name)}
 
+    def preferred_among(self, names: Iterable[str]) -> set[str]:
+        """Return the names of the pairs that come before what is hardly faster.
+
+        A pair that declares a time of the host has nothing over others: an eager program pays for
+        that time.
+        """
+        busy = {each.name for each in self.implementations if each.host_us}
+        return self.pairs_among(names) - busy
+
     def eager_us(self, times_us: Mapping[str, float]) -> dict[str, float]:
         """Return times in which a GPU runs implementations, each at least the host's.
 

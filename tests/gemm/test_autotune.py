@@ -21,9 +21,11 @@ import torch.distributed as dist
 
 import interlace
 from interlace.cache_folder import cache_folder
+from interlace.costs.known_profiles import profile_of
 from interlace.gemm import autotune, dispatch
 from interlace.gemm.call import GemmCall, RowPlan
-from interlace.gemm.choice import choose_product
+from interlace.gemm.choice import choose_product, fastest
+from interlace.gemm.config import GemmConfig
 from interlace.gemm.operands import Operands
 from interlace.mapped import Fused
 from interlace.operators.gemm_all_reduce import GemmAllReduce
@@ -433,3 +435,21 @@ def test_the_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cache_folder("measured") == Path("/somewhere/interlace/measured")
     monkeypatch.setenv("INTERLACE_CACHE_DIR", "/elsewhere")
     assert cache_folder("measured") == Path("/elsewhere/measured")
+
+
+def test_a_pair_that_keeps_the_host_busy_is_not_preferred() -> None:
+    """A stock pair comes before what is hardly faster, but not one whose host an eager program
+    waits for.
+    """
+    times = {"chunked": 600.0, "async_tp": 605.0, "unfused": 700.0}
+    operator = operator_named("gemm_reduce_scatter")
+    assert operator.pairs_among(times) == {"async_tp", "unfused"}
+    assert operator.preferred_among(times) == {"unfused"}
+    profile = profile_of("NVIDIA H200")
+
+    def taken(times_us: dict[str, float]) -> str:
+        return fastest(operator.name, profile, times_us, lambda _: GemmConfig()).impl
+
+    assert taken(times) == "chunked"
+    assert taken(times | {"async_tp": 590.0}) == "async_tp"
+    assert taken(times | {"unfused": 610.0}) == "unfused"

@@ -242,7 +242,7 @@ def in_measured_order(operator: Operator, times_us: Mapping[str, float]) -> list
     """Return implementations by measured times of a GPU, and the host's where it takes more; a
     stock pair comes before what is hardly shorter.
     """
-    return in_order(operator.eager_us(times_us), operator.pairs_among(times_us), _TIE)
+    return in_order(operator.eager_us(times_us), operator.preferred_among(times_us), _TIE)
 
 
 def near_the_best(

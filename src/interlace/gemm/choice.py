@@ -164,9 +164,10 @@ def fastest(
         times_us: Microseconds by implementation.
         config_of: Returns the configuration that an implementation runs with.
     """
-    pairs = operator_named(operator).pairs_among(times_us)
-    limit_us = min((times_us[name] for name in pairs), default=math.inf) * (1 - profile.margin)
-    order = profile.in_order(times_us, pairs)
+    declaration = operator_named(operator)
+    preferred = declaration.preferred_among(times_us)
+    limit_us = min((times_us[name] for name in preferred), default=math.inf) * (1 - profile.margin)
+    order = profile.in_order(times_us, preferred)
     times = ", ".join(f"{name} {times_us[name]:.0f} us" for name in order)
     source = f", by {profile.source}" if profile.is_guess else ""
     return Choice(
@@ -176,7 +177,9 @@ def fastest(
         times_us={name: times_us[name] for name in order},
         worst_error=profile.worst_error,
         is_known=True,
-        faster=tuple(name for name in order if name not in pairs and times_us[name] < limit_us),
+        faster=tuple(
+            name for name in order if not declaration.is_pair(name) and times_us[name] < limit_us
+        ),
     )
 
 

@@ -35,7 +35,7 @@ class NetworkTimes(NamedTuple):
     def order(self, operator: Operator) -> list[str]:
         """Return the implementations by their times, a pair before what is hardly shorter."""
         times_us = {name: prediction.us for name, prediction in self.predictions.items()}
-        return in_order(times_us, operator.pairs_among(times_us), self.margin)
+        return in_order(times_us, operator.preferred_among(times_us), self.margin)
 
     def slices_of(self, implementation: str) -> int | None:
         """Return the number of slices that an implementation takes; None if it is unknown."""

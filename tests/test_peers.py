@@ -58,7 +58,7 @@ def _run(*arguments: str, more: Path) -> str:
     paths = [str(more), str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.peers", *arguments], cwd=ROOT, text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)}, capture_output=True, timeout=300,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)}, capture_output=True, timeout=900,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

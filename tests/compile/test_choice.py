@@ -162,8 +162,8 @@ def test_float32_is_multiplied_by_the_library() -> None:
     scatter = _auto("gemm_reduce_scatter", 8192, 8192, 7168, 2, dtype=torch.float32)
     assert scatter.times_us.keys() >= {"chunked", "async_tp"}
     assert "pushed" not in scatter.times_us, "it is for results of 16 MiB at most"
-    assert scatter.times_us["chunked"] > 10 * scatter.times_us["unfused"], (
-        "it has a product of ours"
+    assert scatter.times_us["chunked"] < 1.1 * scatter.times_us["unfused"], (
+        "the library multiplies a rank's own rows, too"
     )
 
 
@@ -224,8 +224,8 @@ def test_a_sum_is_added_up_in_parts_or_side_by_side(monkeypatch: pytest.MonkeyPa
     side_by_side, reason = scatter([_product(8192, 8192, 4096)] * 2, 8192, 4)
     assert not side_by_side
     assert reason.startswith("a sum of 2 products, in parts: predicted for NVIDIA H200: ")
-    with pytest.raises(LeftAlone, match=r"gemm_reduce_scatter of them is not faster: predicted"):
-        scatter([_product(8192, 8192, 2048, torch.float32)] * 3, 8192, 4)
+    # The library multiplies all of it, so float32 is no slower than by the pair.
+    assert not scatter([_product(8192, 8192, 2048, torch.float32)] * 3, 8192, 4)[0]
     unknown = Choice("fused", GemmReduceScatterConfig(), "a default")
     monkeypatch.setattr(GemmReduceScatter, "choose", lambda *_, **__: unknown)
     with pytest.raises(

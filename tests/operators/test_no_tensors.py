@@ -43,7 +43,7 @@ BAGS = {
 CALLS: dict[str, list[Mapping[str, Any]]] = {
     "all_gather_gemm": [OF_FLOAT8],
     "gemm_all_to_all": [OF_FLOAT8],
-    "gemm_reduce_scatter": [OF_FLOAT8],
+    "gemm_reduce_scatter": [OF_FLOAT8, {"x": X, "w": W, "out": torch.empty(4, 6)}],
     "gemm_all_reduce": [OF_FLOAT8, WITH_NORM],
     "gemv_all_reduce": [{"x": X, "w": W, "bias": BIAS}, WITH_NORM],
     "embedding_all_to_all": [{"weights": [W], **BAGS}],

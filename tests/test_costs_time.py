@@ -126,6 +126,12 @@ def test_own_rows() -> None:
     assert few["library"] < few["kernel"], "an eighth of a tile has rows"
 
 
+def test_rows_in_place_save_the_copy_and_its_start() -> None:
+    call = SizedCall(8192, 4096, 2048, 2, 4)
+    copied_us = 2 * 2048 * 2048 * 2 / H200.product.memory_bytes_per_s * 1e6
+    assert H200.staging_us(call) == pytest.approx(5 + copied_us)
+
+
 def test_few_columns_are_read_by_few_programs() -> None:
     """A program reads its 16 columns' rows of w at 21 GB/s, however fast the memory is."""
 

@@ -53,7 +53,7 @@ MOST_RANKS = 8
 LEAST_LEAF = 16
 """A leaf's columns of K are a multiple of this: a step of the matrix unit."""
 
-_VARIABLE, _RANK_WORDS = "INTERLACE_BATCH_INVARIANT", ("2", "4", str(MOST_RANKS))
+_VARIABLE, _TREES = "INTERLACE_BATCH_INVARIANT", (2, 4, MOST_RANKS)
 
 _asked: int | None = None
 """What the innermost context says, as :func:`mode` returns it; None outside of any."""
@@ -101,22 +101,13 @@ def batch_invariant(enabled: bool = True, *, ranks: bool | int = False) -> Itera
     """
     global _asked
     most = MOST_RANKS if ranks is True else int(ranks)
-    _require_tree("batch_invariant: ranks", most)
+    if most not in (0, 1, *_TREES):
+        raise ArgumentError(f"batch_invariant: ranks must be 2, 4 or 8, or True for 8; got {most}.")
     before, _asked = _asked, max(most, 1) if enabled else 0
     try:
         yield
     finally:
         _asked = before
-
-
-def _require_tree(name: str, most_ranks: int) -> None:
-    """Refuse a number of ranks of which no tree is made; 0 and 1 stand for no tree.
-
-    Raises:
-        ArgumentError: It is such a number.
-    """
-    if most_ranks not in (0, 1, 2, 4, MOST_RANKS):
-        raise ArgumentError(f"{name} must be 2, 4 or 8, or True for 8; got {most_ranks}.")
 
 
 def mode() -> int:
@@ -128,14 +119,13 @@ def mode() -> int:
     text = os.environ.get(_VARIABLE)
     if not text:  # most often: calls ask, so this is quick
         return 0
-    if text in _RANK_WORDS:
+    if text in map(str, _TREES):
         return int(text)
     try:
         return int(bool(environment.switch(_VARIABLE)))
     except ArgumentError:
         raise ArgumentError(
-            f"{_VARIABLE} must be 1 or 0, or a number of ranks, {' or '.join(_RANK_WORDS)}; got "
-            f"{text!r}. Change it, or unset it."
+            f"{_VARIABLE} must be 1 or 0, or 2, 4 or 8 ranks; got {text!r}. Change it, or unset it."
         ) from None
 
 

@@ -189,59 +189,56 @@ def _unpack(operator: GemmOperator, arguments: tuple[Any, ...]) -> tuple[Any, ..
     return tensors, splits, out_dtype, bool(gather and gather[0]), group_name, impl, config
 
 
-def _call_into(
+def _run_into(
     out: torch.Tensor,
     operator: GemmOperator,
-    x: torch.Tensor,
-    w: torch.Tensor,
-    bias: torch.Tensor | None,
-    x_scale: torch.Tensor | None,
-    w_scale: torch.Tensor | None,
-    splits: Sequence[object],
-    out_dtype: torch.dtype | None,
-    group: dist.ProcessGroup | None,
+    tensors: tuple[Any, ...],
+    lists: tuple[Any, ...],
+    dtype: torch.dtype,
+    group_name: str,
     impl: str,
-    config: GemmConfig | None,
+    config: str,
 ) -> torch.Tensor:
-    """Write a call's result into memory of the caller; see :func:`call`.
+    """Write the result of a call whose arguments are valid into memory of the caller.
 
     Raises:
-        ArgumentError: ``out`` has another shape, dtype or device than the result, is not
-            contiguous, or a gradient is to be recorded; or as :func:`call`.
+        ArgumentError: ``out`` cannot be the result, or a gradient is to be recorded.
     """
-    require_tensor(f"{operator.name}: out", out)
-    if not is_unobserved():
-        # What listens sees an operator without side effects, and a copy.
-        return out.copy_(
-            call(operator, x, w, bias, x_scale, w_scale, splits, out_dtype, group, impl, config)
-        )
-    validate(
-        operator, x, w, bias, x_scale, w_scale, out_dtype, impl, config,
-        takes_float8=operator.takes_float8,
-    )  # fmt: skip
-    operator.validate_splits(tuple(splits))  # type: ignore[arg-type]
-    lists = tuple(None if rows is None else tuple(_numbers(rows)) for rows in splits)  # type: ignore[arg-type]
-    dtype, name = output_dtype(x, out_dtype), default_name(group)
-    shape = [operator.result_rows(x.shape[0], lists, *rank_in(name)), w.shape[0]]
-    if list(out.shape) != shape or not out.is_contiguous():
-        raise ArgumentError(
-            f"{operator.name}: out must be contiguous and {shape}, as the result on this rank; got "
-            f"shape {list(out.shape)} and strides {list(out.stride())}."
-        )
-    require_kind(f"{operator.name}: out", out, dtype, x.device, "the result")
-    tensors = [each for each in (x, w, bias, out) if each is not None]
-    if torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors):
+    x, w, bias, x_scale, w_scale = tensors
+    shape = [operator.result_rows(x.shape[0], lists, *rank_in(group_name)), w.shape[0]]
+    _require_out(operator, out, shape, dtype, x.device)
+    given = [each for each in (x, w, bias, out) if each is not None]
+    if torch.is_grad_enabled() and torch._C._any_requires_grad(*given):
         raise ArgumentError(
             f"{operator.name}: out must be left out where a gradient is recorded; got one beside "
             "an operand that requires a gradient. Leave it out, or call under torch.no_grad()."
         )
     operands = Operands(x, w, bias, x_scale, w_scale, dtype)
-    text = "" if config is None else str(config)
     with past_autograd():
-        result: torch.Tensor = dispatch.run(
-            operator, operands, lists, False, name, impl, text, out=out
+        y: torch.Tensor = dispatch.run(
+            operator, operands, lists, False, group_name, impl, config, out=out
         )
-    return result
+    return y
+
+
+def _require_out(
+    operator: GemmOperator,
+    out: torch.Tensor,
+    shape: list[int],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    """Refuse memory that is not laid out as the result.
+
+    Raises:
+        ArgumentError: It has another shape, dtype or device, or is not contiguous.
+    """
+    if list(out.shape) != shape or not out.is_contiguous():
+        raise ArgumentError(
+            f"{operator.name}: out must be contiguous and {shape}, as the result on this rank; got "
+            f"shape {list(out.shape)} and strides {list(out.stride())}."
+        )
+    require_kind(f"{operator.name}: out", out, dtype, device, "the result")
 
 
 def call(
@@ -270,16 +267,18 @@ def call(
         out: The memory of the result, of operators with one result that take that.
 
     Raises:
-        ArgumentError: No rank could compute this.
+        ArgumentError: No rank could compute this, or ``out`` cannot be the result.
     """
     if out is not None:
-        return _call_into(
-            out, operator, x, w, bias, x_scale, w_scale, splits, out_dtype, group, impl, config
-        )
+        require_tensor(f"{operator.name}: out", out)
     tensors = (x, w, bias, x_scale, w_scale)
     has_scales = x_scale is not None or w_scale is not None
     is_plain = not has_scales and config is None and all(rows is None for rows in splits)
-    if is_plain and (result := _recalled(operator, x, w, bias, out_dtype, group, impl, gather)):
+    if (
+        is_plain
+        and out is None
+        and (result := _recalled(operator, x, w, bias, out_dtype, group, impl, gather))
+    ):
         return result[0]
     kind = _kind(operator, tensors, splits, out_dtype, impl, config)
     if kind is None or kind not in _valid:
@@ -293,20 +292,25 @@ def call(
                 _valid.clear()
             _valid.add(kind)
     lists = [None if rows is None else _numbers(rows) for rows in splits]  # type: ignore[arg-type]
+    dtype, group_name = output_dtype(x, out_dtype), default_name(group)
+    # A schema has no type for configurations, so graphs hold their text.
+    text = "" if config is None else str(config)
+    if out is not None and is_unobserved():
+        return _run_into(out, operator, tensors, tuple(lists), dtype, group_name, impl, text)
     overload = f".{_EXCHANGED}" if operator.exchanges(tuple(lists)) else ""
     door = entrance(operator.name + overload)
     # What has a kind nobody listens to, and has ordinary tensors.
-    return (door if kind is None else door.past_dispatcher)(
-        x,
-        w,
-        bias,
-        x_scale,
-        w_scale,
+    y = (door if kind is None else door.past_dispatcher)(
+        *tensors,
         *lists,
-        output_dtype(x, out_dtype),
+        dtype,
         *([gather] if operator.returns_gathered else []),
-        default_name(group),
+        group_name,
         impl,
-        # A schema has no type for configurations, so graphs hold their text.
-        "" if config is None else str(config),
+        text,
     )
+    if out is None:
+        return y
+    # What listens sees an operator without side effects, and a copy.
+    _require_out(operator, out, list(y.shape), y.dtype, y.device)
+    return out.copy_(y)

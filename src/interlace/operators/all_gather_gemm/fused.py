@@ -135,6 +135,8 @@ def _prepare_chunked(call: GemmCall, y: torch.Tensor, gathered: torch.Tensor) ->
     settles_first = ranks == 2
 
     def enqueue() -> None:
+        # A view costs the host as much time as enqueueing a copy, so each tensor is split once.
+        parts, arriving = y.split(rows), gathered[:, : operands.inner].split(rows)
         weight, in_place = operands.w.T, call.place is not None
         settle = functools.partial(fetch.settle, group, staging, mark=call.mark, in_place=in_place)
         arrivals = _begin(call, operands, staging, gathered, signal=False)
@@ -145,13 +147,11 @@ def _prepare_chunked(call: GemmCall, y: torch.Tensor, gathered: torch.Tensor) ->
                 arrivals[1 - rank] = copies.so_far(group)
         for step in range(ranks):
             source = (rank + step) % ranks
-            begin = sum(rows[:source])
-            end = begin + rows[source]
             x = operands.x
             if source != rank:
                 copies.wait_for(group, arrivals[source])
-                x = gathered[begin:end, : operands.inner]
-            multiply_into(y[begin:end], x, weight, operands.bias)
+                x = arriving[source]
+            multiply_into(parts[source], x, weight, operands.bias)
         fetch.end(group)
         if not settles_first:
             settle(gathered if call.gather else None, y)

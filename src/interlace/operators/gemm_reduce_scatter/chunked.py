@@ -8,8 +8,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -134,37 +134,37 @@ def run_products(
                 [part_transfer, copies.Transfer(piece.signal, notes.data_ptr() + 4, 4, piece.to)],
             )
         own_inputs = inputs[pieces.own_index]
+        arriving = {
+            "slot_address": address,
+            "signals": signals,
+            "ctx": context,
+            "notes": notes,
+            "call": mark,
+            "most_rows": rows,
+            "rows": len(y),
+            "piece_rows": piece_rows,
+        }
         if by_library:
-            # 3. Multiply this rank's rows, and add the parts.
+            # 3. Multiply this rank's rows; the kernel below adds the parts.
             multiply_sum_into(y[:, :columns], own_inputs, weights)
-            last = _add_pieces(group, workspace, y, columns, operands.bias, rows, piece_rows, mark)
-            copies.wait_for(group, admitted)
-            last()
-            copies.join(group)
-            return
-        # 3. The kernel below multiplies one product. The others of this rank's rows go into this
-        # rank's own slot, which the kernel adds like a peer's part.
-        if other_products and len(y):
-            slot_address = address + rank * group.stride + rank * rows * row_bytes
-            part = view_as(
-                bytes_at(slot_address, (len(y) * row_bytes,), (1,), group.device, workspace),
-                y.shape,
-                dtype,
+            last = _add_pieces(group, y, columns, operands.bias, arriving)
+        else:
+            # 3. The kernel below multiplies one product. The others of this rank's rows go into
+            # this rank's own slot, which the kernel adds like a peer's part.
+            if other_products and len(y):
+                slot_address = address + rank * group.stride + rank * rows * row_bytes
+                part = view_as(
+                    bytes_at(slot_address, (len(y) * row_bytes,), (1,), group.device, workspace),
+                    y.shape,
+                    dtype,
+                )
+                multiply_sum_into(part[:, :columns], own_inputs[1:], weights[1:])
+            last = _multiply_and_sum(
+                group, workspace, own_product, y, config, arriving, own_part=bool(other_products)
             )
-            multiply_sum_into(part[:, :columns], own_inputs[1:], weights[1:])
-        last = _multiply_and_sum(
-            group,
-            workspace,
-            own_product,
-            y,
-            rows,
-            piece_rows,
-            config,
-            mark,
-            own_part=bool(other_products),
-        )
-        # 4. Multiply this rank's rows and add the parts. The kernel signals DONE of this call, so
-        # it must follow the admission, which waits for DONE of the previous one.
+        # 4. Multiply this rank's rows, if that is not done, and add the parts. The kernel signals
+        # DONE of this call, so it must follow the admission, which waits for DONE of the previous
+        # one.
         copies.wait_for(group, admitted)
         last()
         copies.join(group)
@@ -195,10 +195,8 @@ def _multiply_and_sum(
     workspace: Workspace,
     own_product: Operands,
     y: torch.Tensor,
-    rows: int,
-    piece_rows: int,
     config: GemmConfig,
-    mark: int,
+    arriving: Mapping[str, Any],
     *,
     own_part: bool,
 ) -> Launch:
@@ -210,15 +208,14 @@ def _multiply_and_sum(
         workspace: The memory of slots and signals.
         own_product: The operands of this rank's own rows.
         y: The result, which the kernel writes.
-        rows: The rows of a slot.
-        piece_rows: The rows of a piece, which has one signal.
         config: The kernel's configuration.
-        mark: The number from the ranks' agreement.
+        arriving: The arguments that say where parts arrive and when.
         own_part: Whether this rank's own slot holds a part of the sum as well.
     """
     from interlace.operators.gemm_reduce_scatter import kernel
 
     dtype, stride, tiles = y.dtype, y.shape[1], launch.moves_tiles(group.device)
+    rows = arriving["most_rows"]
     slots = results = None
     if tiles:
         elements = 2 * workspace.half_bytes // dtype.itemsize
@@ -234,18 +231,12 @@ def _multiply_and_sum(
         results = launch.describe_own(y, own_product.columns, [config.block_m, config.block_n])
     operands = launch.operand_arguments(own_product, config, tiles)
     del operands["scales"]  # the kernel takes no float8
-    arguments = operands | {
+    arguments = {
+        **operands,
+        **arriving,
         "slots": slots,
         "results": results,
-        "slot_address": workspace.data.address,
         "y_address": y.data_ptr(),
-        "signals": workspace.signals.address,
-        "ctx": group.context(NAME),
-        "notes": workspace.notes,
-        "call": mark,
-        "most_rows": rows,
-        "rows": len(y),
-        "piece_rows": piece_rows,
     }
     shared = launch.constants(own_product, config, group, descriptors=tiles, tile_stores=tiles)
     flags = {"PIECES": _PIECES, "OWN_PART": own_part}
@@ -259,39 +250,22 @@ def _multiply_and_sum(
 
 def _add_pieces(
     group: Group,
-    workspace: Workspace,
     y: torch.Tensor,
     columns: int,
     bias: torch.Tensor | None,
-    rows: int,
-    piece_rows: int,
-    mark: int,
+    arriving: Mapping[str, Any],
 ) -> Launch:
     """Return the launch that adds the received parts, and the bias, to this rank's own, which ``y
     [own rows, padded columns]`` holds.
 
     Args:
         columns: The columns of y that are not padding.
-        rows, piece_rows: Rows of a slot, and of a piece, which has one signal.
-        mark: The number from the ranks' agreement.
+        arriving: The arguments that say where parts arrive and when.
     """
     from interlace.operators.gemm_reduce_scatter import kernel
 
     programs, tile = cut_rows(len(y), columns, group)
-    arguments = {
-        "y": y,
-        "bias": bias,
-        "slot_address": workspace.data.address,
-        "signals": workspace.signals.address,
-        "ctx": group.context(NAME),
-        "notes": workspace.notes,
-        "call": mark,
-        "most_rows": rows,
-        "rows": len(y),
-        "piece_rows": piece_rows,
-        "N": columns,
-        "row_stride": y.shape[1],
-    }
+    arguments = {**arriving, "y": y, "bias": bias, "N": columns, "row_stride": y.shape[1]}
     constants = {
         "PIECES": _PIECES,
         "WORLD_SIZE": group.world_size,
@@ -305,7 +279,7 @@ def _is_by_library(
     products: Sequence[Operands], rows: int, group: Group, config: GemmConfig
 ) -> bool:
     """Return whether the library multiplies this rank's own rows, too, before a kernel that adds
-    the parts; the same on every rank.
+    the parts. Peers see no difference.
 
     Args:
         products: The products whose sum is taken.

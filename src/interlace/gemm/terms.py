@@ -21,7 +21,8 @@ class Terms:
         result_bytes: The size of the whole product, in bytes.
         world_size: The number of ranks.
         has_bias: Whether there is a bias to add.
-        converts: Whether the result's dtype is not that of the operands.
+        converts: Whether the result's dtype is not the one that comes by default: the operands',
+            and bfloat16 for float8.
         is_even: Whether every rank gets as many rows from every rank.
         node_of_rank: Number of each rank's node; empty if all ranks are on one node.
         w_along_k: Whether w is contiguous along K, as in ``nn.Linear``; else it is along N.

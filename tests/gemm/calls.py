@@ -71,7 +71,7 @@ class Call:
         """Whether ``impl`` takes these operands."""
         if self.impl not in ("remote_stores", "chunked", "pushed"):
             return True
-        # Rows that one kernel stores have no scales beside them.
+        # What one kernel stores cannot be of 8 bits.
         is_pushed_apart = self.operator == "all_gather_gemm" and self.impl == "pushed"
         return self.out_dtype is None and not (self.dtype == "float8" and is_pushed_apart)
 
@@ -105,6 +105,9 @@ class Call:
             }[self.scale]
             for name, shape in zip(("x_scale", "w_scale"), shapes, strict=True):
                 tensors[name] = torch.rand(shape, generator=generator) + 0.5
+            if self.scale == "block" and self.seed % 2:
+                # As cuBLAS reads them.
+                tensors["x_scale"] = tensors["x_scale"].T.contiguous().T
         return tensors
 
     def make(self, group: dist.ProcessGroup | None = None, **more: Any) -> Any:

@@ -143,13 +143,13 @@ def test_matches_float64(ranks: Any, world_size: int, operator: str, impl: str) 
     calls += [
         Call(
             operator, _rows(operator, rows, world_size), columns, inner, "float8", bias,
-            given_splits if is_split else None, impl=impl, scale="block", w_along=along,
+            given_splits if is_split else None, impl=impl, scale="block", w_along=along, seed=seed,
         )
-        for rows, columns, inner, bias, is_split, along in [
-            (5, 19, 140, True, False, "K"),
-            (11, 144, 272, False, True, "N"),
-            (1, 130, 8, False, False, "K"),
-            (4, 3, 300, True, False, "K"),
+        for seed, rows, columns, inner, bias, is_split, along in [
+            (0, 5, 19, 140, True, False, "K"),
+            (1, 11, 144, 272, False, True, "N"),
+            (2, 1, 130, 8, False, False, "K"),
+            (3, 4, 3, 300, True, False, "K"),
         ]
     ]  # fmt: skip
     rows = 4 if operator == "gemm_all_to_all" else 9

@@ -17,9 +17,8 @@ import torch
 from interlace.costs.known_profiles import cached_by_profiles, profile_of
 from interlace.costs.time import MachineProfile, SizedCall
 from interlace.gemm.config import GemmConfig
-from interlace.gemm.operands import default_output_dtype
 from interlace.gemm.scaled import SCALE_BLOCK
-from interlace.gemm.terms import Terms
+from interlace.gemm.terms import Terms, default_output_dtype
 from interlace.registry import operator_named
 from interlace.tuning.choice import Choice, by_table, on_cpu
 from interlace.tuning.configuration import Configuration

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from interlace.comm.replay.replays import places
 from interlace.errors import ArgumentError, BackendError
 from interlace.gemm.scaled import block_scale_shapes, has_block_scales
-from interlace.gemm.terms import Terms
+from interlace.gemm.terms import Terms, default_output_dtype
 from interlace.registry import Operator
 from interlace.units import round_up
 
@@ -32,11 +32,6 @@ def output_dtype(x: torch.Tensor, out_dtype: torch.dtype | None) -> torch.dtype:
     float8.
     """
     return default_output_dtype(x.dtype) if out_dtype is None else out_dtype
-
-
-def default_output_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of products of operands of a dtype where the caller names none."""
-    return torch.bfloat16 if dtype == FLOAT8 else dtype
 
 
 def require_float(subject: str, dtype: torch.dtype) -> None:

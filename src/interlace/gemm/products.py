@@ -72,9 +72,15 @@ def _multiply_scaled_into(
     is_one = x_scale.numel() == w_scale.numel() == 1 and not in_blocks
     most = _MOST_SCALED_ROWS if in_blocks else 0 if is_one else _MOST_ROWS_WITH_SCALES
     if len(x) > most:
-        # cuBLAS takes a multiple of rows with scales of blocks, and our kernel the others.
-        count = round_down(len(x), scaled.ROWS_OF_BLOCKS) if in_blocks else len(x)
-        part_scale = x_scale if is_one or x_scale.numel() == 1 else x_scale[:count]
+        count = len(x)
+        if in_blocks:
+            # cuBLAS takes a multiple of these rows. It moves less to pad them than to read the
+            # weight again for the last ones, by our kernel, unless there are many.
+            m, (n, k) = count, w.shape
+            padding_bytes = 2 * m * k + 2 * m * n * out.itemsize
+            if padding_bytes > n * k:
+                count = round_down(count, scaled.ROWS_OF_BLOCKS)
+        part_scale = x_scale if x_scale.numel() == 1 else x_scale[:count]
         if scaled.multiply_into(out[:count], x[:count], w, part_scale, w_scale, bias):
             if count == len(x):
                 return

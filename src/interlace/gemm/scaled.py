@@ -10,7 +10,7 @@ Source: ``torch.nn.functional.scaled_mm`` of PyTorch 2.11, which is cuBLAS.
 from __future__ import annotations
 
 import torch
-from torch.nn.functional import ScalingType
+import torch.nn.functional as F
 
 from interlace.units import ceil_div, round_up
 
@@ -21,8 +21,9 @@ _ALIGNMENT = 16
 """cuBLAS takes N and K of float8 operands that are multiples of this."""
 
 ROWS_OF_BLOCKS = 4
-"""cuBLAS takes rows of x with block scales that are a multiple of this, and reads as many scales of
-a block of w's rows: with fewer, ``torch._scaled_mm`` reads others instead and says nothing.
+"""cuBLAS takes rows of x with block scales that are a multiple of this, as they are padded to here,
+and reads as many scales of a block of w's rows: with fewer, ``torch._scaled_mm`` reads others
+instead and says nothing.
 """
 
 _BLOCK_CAPABILITY = (9, 0)
@@ -100,7 +101,6 @@ def multiply_into(
     if in_blocks:
         takes = (
             takes
-            and len(x) % ROWS_OF_BLOCKS == 0
             and torch.version.hip is None
             and torch.cuda.get_device_capability(x.device) == _BLOCK_CAPABILITY
         )
@@ -130,13 +130,22 @@ def _multiply_blocks_into(
     """Compute a product with scales of blocks, which cuBLAS reads along rows of x, and along K of w
     with padding.
     """
-    blocks = w_scale.shape[1]
-    padded = round_up(blocks, ROWS_OF_BLOCKS)
-    if padded != blocks:
-        w_scale = torch.nn.functional.pad(w_scale, (0, padded - blocks))
+    lacking_rows, lacking = (
+        round_up(count, ROWS_OF_BLOCKS) - count for count in (len(x), w_scale.shape[1])
+    )
+    if lacking:
+        w_scale = F.pad(w_scale, (0, lacking))
+    if lacking_rows:
+        # Bytes: torch pads no float8.
+        x = F.pad(x.view(torch.uint8), (0, 0, 0, lacking_rows)).view(x.dtype)
+        x_scale = F.pad(x_scale, (0, 0, 0, lacking_rows))
+        y = out.new_empty([len(x), len(w)])
+        _multiply_blocks_into(y, x, w, x_scale, w_scale, bias)
+        out.copy_(y[: len(out)])
+        return
     torch._scaled_mm_v2(
         x, w.T,
-        [x_scale.T.contiguous().T], [ScalingType.BlockWise1x128.value], [],
-        [w_scale.contiguous().T], [ScalingType.BlockWise128x128.value], [],
+        [x_scale.T.contiguous().T], [F.ScalingType.BlockWise1x128.value], [],
+        [w_scale.contiguous().T], [F.ScalingType.BlockWise128x128.value], [],
         bias, out.dtype, out=out,
     )  # fmt: skip

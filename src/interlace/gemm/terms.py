@@ -7,6 +7,11 @@ import dataclasses
 import torch
 
 
+def default_output_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of products of operands of a dtype where the caller names none."""
+    return torch.bfloat16 if dtype == torch.float8_e4m3fn else dtype
+
+
 @dataclasses.dataclass(frozen=True)
 class Terms:
     """The properties of a call by which an implementation may refuse it.
@@ -44,4 +49,5 @@ class Terms:
         rows: int, columns: int, dtype: torch.dtype, device_type: str, world_size: int
     ) -> Terms:
         """Return the terms of the simplest call of these sizes: even rows, no bias, one dtype."""
-        return Terms(rows, device_type, dtype, rows * columns * dtype.itemsize, world_size)
+        result_bytes = rows * columns * default_output_dtype(dtype).itemsize
+        return Terms(rows, device_type, dtype, result_bytes, world_size)

@@ -99,6 +99,7 @@ the workspace must grow, so it comes before anything is enqueued.
 def _gather_and_multiply(given: GemmCall, impl: str, prepare: Prepare) -> DeferredCall | Pair:
     """Return the work of gathering x and multiplying it."""
     call = laid_out(given.with_operands(given.operands.with_contiguous_rows()))
+    call = call.with_operands(_with_scales_of_rows(call.operands))
     operands, group, rows = call.operands, call.group, call.rows.by_rank
     if group.world_size == 1:
         y = operands.x.new_empty([sum(rows), operands.columns], dtype=operands.out_dtype)
@@ -124,6 +125,17 @@ def _gather_and_multiply(given: GemmCall, impl: str, prepare: Prepare) -> Deferr
         copied=(1,) if impl == "chunked" else (),
         is_of_operands=operands is given.operands,
     )
+
+
+def _with_scales_of_rows(operands: Operands) -> Operands:
+    """Return operands whose x has contiguous scales for each row, which travel with it."""
+    if operands.x_scale is None:
+        return operands
+    rows = operands.rows
+    scale = operands.x_scale
+    if not operands.has_block_scales:
+        scale = scale.expand(rows)
+    return dataclasses.replace(operands, x_scale=scale.contiguous())
 
 
 def _prepare_chunked(call: GemmCall, y: torch.Tensor, gathered: torch.Tensor) -> Callable[[], None]:

@@ -117,7 +117,7 @@ def _cases_of(kernel):
                 _TYPES | {"part": "*bf16"} | types,
                 {"COLUMNS": 2048, "WORLD_SIZE": ranks, "num_warps": 16} | more,
             )
-            for ranks, (types, more) in zip((1, 2, 3), _norms(), strict=True)
+            for ranks, (types, more) in zip((1, 2, 3, 2), _norms(), strict=True)
         ],
         "multiply_few_rows": _multiply_few_rows,
         "multiply_unless_one": lambda: [
@@ -611,6 +611,7 @@ def _norms(sections=1, bias="*bf16"):
         ("layer", "none", "*bf16", "constexpr", "constexpr"),
         ("rms", "tensor", "*fp8e4nv", "*fp32", "constexpr"),
         ("rms", "row", "*fp8e4nv", "constexpr", "*fp32"),
+        ("rms", "block", "*fp8e4nv", "constexpr", "*fp32"),
     ):
         inputs = NormInputs(bias, "*bf16", "*bf16", "*fp32", scale, "fp32")
         types = {"inputs": inputs, "outputs": NormOutputs(y, "*bf16", scales)}
@@ -623,6 +624,7 @@ def _multiply_sum_and_norm():
         ((8, 1, {"num_warps": 1}), 0),
         ((8, 1, {"num_warps": 1}), 2),
         ((4, 16, {"num_stages": 3}), 1),
+        ((8, 1, {"num_warps": 1}), 3),
     ):
         types, constants = [*_norms(sections)][which]
         even, values = block_b == 1, 1 if block_b == 1 else 2

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 import interlace
+from interlace.gemm.operands import FLOAT8
 from interlace.operators.gemm_all_reduce.normed_launch import expect_any_tokens
 from tests.compile.norms import FUSED, NORMED, ROUNDINGS
 from tests.compile.programs import fuse_everything, fused, tensors, traced
@@ -38,6 +40,34 @@ def test_norms(ranks: Any, dtype: torch.dtype) -> None:
         # Products and sums are in another order than PyTorch's.
         allowed = max(ROUNDINGS[dtype], 1e-5)
         assert {name: error for name, (_, error) in outcomes.items() if not error < allowed} == {}
+
+
+def _in_blocks(columns: int) -> list[tuple[str, int, float]]:
+    """The largest error of float8 norms with scales of blocks, as a part of their block's largest
+    element, by implementation and rows.
+    """
+    results = []
+    own = torch.Generator().manual_seed(1 + dist.get_rank())
+    w = torch.randn(columns, 256, generator=own).bfloat16().cuda()
+    for impl, rows in (("fused", 1), ("fused", 5), ("pushed", 5), ("pushed", 300), ("gemm", 5)):
+        x = torch.randn(rows, 256, generator=own).bfloat16().cuda()
+        y, h, scales = interlace.gemm_all_reduce(
+            x, w, norm="rms", impl=impl, out_dtype=FLOAT8, block_scales=True
+        )
+        exact = h.float() * h.float().square().mean(-1, keepdim=True).add(1e-6).rsqrt()
+        by_element = scales.repeat_interleave(128, 1)[:, :columns]
+        blocks = F.pad((y.float() * by_element - exact).abs(), (0, -columns % 128))
+        largest = F.pad(exact.abs(), (0, -columns % 128)).unflatten(1, (-1, 128)).amax(-1)
+        error = (blocks.unflatten(1, (-1, 128)).amax(-1) / largest).max().item()
+        results.append((impl, rows, error))
+    return results
+
+
+@pytest.mark.parametrize("columns", [384, 1536, 2000])
+def test_scales_of_blocks(ranks: Any, columns: int) -> None:
+    for results in ranks(2).run(_in_blocks, columns):
+        # Half a unit in the last place of the largest numbers.
+        assert [each for each in results if not each[2] < 1.1 * 2**-4] == []
 
 
 def _many_rows(inner: int) -> list[tuple[int, float, bool]]:

@@ -271,7 +271,7 @@ def fuse(collective: Collective, product: Product, tail: Tail, ranks: int) -> tu
         tail.bias,
         None if tail.residual is None else writer.as_rows(tail.residual),
         *(operand and writer.reshape(operand, [product.columns]) for operand in vectors),
-        *[norm.kind, norm.eps, *_scale(norm, writer), collective.group_name, "auto", ""],
+        *[norm.kind, norm.eps, *_scale(norm, writer), False, collective.group_name, "auto", ""],
     )
     y, total = (writer.call(operator.getitem, triple, index) for index in (0, 1))
     norm.result.replace_all_uses_with(writer.shaped_as(y, value(norm.result)))

@@ -11,6 +11,8 @@ import torch
 from interlace.comm.replay.replays import places
 from interlace.errors import ArgumentError
 from interlace.gemm.operands import FLOAT8, FLOATS
+from interlace.gemm.scaled import SCALE_BLOCK
+from interlace.units import ceil_div
 
 NORMS = ("rms", "layer")
 
@@ -25,7 +27,8 @@ class Normed(NamedTuple):
         y: ``[B, N]``: the norm of ``residual``, in the dtype that was asked for.
         residual: ``[B, N]`` of x's dtype: the sum over ranks, with bias and residual added.
         scale: float32 ``[B, 1]``: what each row of y is to be multiplied by, if y is float8 and no
-            scale was given; else an empty tensor.
+            scale was given; or ``[B, ceil(N / 128)]``: what each 128 elements of a row are, if that
+            was asked for; else an empty tensor.
     """
 
     y: torch.Tensor
@@ -49,6 +52,7 @@ class Epilogue:
         scale: float32, one element: what y is to be multiplied by later, so it is divided by it
             now; None for a scale per row where y is float8.
         out_dtype: The dtype of y: float16, bfloat16, float32 or float8_e4m3fn.
+        block_scales: Whether each 128 elements of a row of a float8 y have a scale of their own.
     """
 
     residual: torch.Tensor | None
@@ -58,6 +62,7 @@ class Epilogue:
     eps: float
     scale: torch.Tensor | None
     out_dtype: torch.dtype
+    block_scales: bool = False
 
     @staticmethod
     def of(
@@ -69,20 +74,26 @@ class Epilogue:
         eps: float,
         scale: torch.Tensor | None,
         out_dtype: torch.dtype | None,
+        block_scales: bool,
     ) -> Epilogue:
         """Return an epilogue whose tensors are contiguous; y has x's dtype by default."""
         residual, norm_weight, norm_bias = (
             None if tensor is None else tensor.contiguous()
             for tensor in (residual, norm_weight, norm_bias)
         )
-        return Epilogue(residual, norm_weight, norm_bias, norm, eps, scale, out_dtype or x.dtype)
+        dtype = out_dtype or x.dtype
+        return Epilogue(residual, norm_weight, norm_bias, norm, eps, scale, dtype, block_scales)
 
     @property
     def quantization(self) -> str:
-        """Return ``"none"``, or what has a scale of its own: ``"tensor"`` or ``"row"``."""
+        """Return ``"none"``, or what has a scale of its own: ``"tensor"``, ``"row"`` or
+        ``"block"``.
+        """
         if self.out_dtype != FLOAT8:
             return "none"
-        return "row" if self.scale is None else "tensor"
+        if self.scale is not None:
+            return "tensor"
+        return "block" if self.block_scales else "row"
 
     def agreed(self) -> dict[str, Any]:
         """Return what all ranks must have in common, for ``Group.agree``."""
@@ -116,7 +127,8 @@ class Epilogue:
             rows, columns: B and N.
             dtype: X's.
         """
-        scales = [rows, 1] if self.quantization == "row" else [0]
+        blocks = ceil_div(columns, SCALE_BLOCK)
+        scales = {"row": [rows, 1], "block": [rows, blocks]}.get(self.quantization, [0])
         sums = [rows, columns]
         return (sums, self.out_dtype), (sums, dtype), (scales, torch.float32)
 
@@ -170,6 +182,12 @@ def validate_epilogue(operator: str, x: torch.Tensor, columns: int, epilogue: Ep
                 f"float32; got {list(vector.shape)} of {vector.dtype}."
             )
     scale = epilogue.scale
+    if epilogue.block_scales and epilogue.quantization != "block":
+        got = "a scale" if scale is not None else epilogue.out_dtype
+        raise ArgumentError(
+            f"{operator}: block_scales must come with out_dtype=torch.float8_e4m3fn and no scale; "
+            f"got {got}."
+        )
     if scale is None:
         return
     if epilogue.out_dtype != FLOAT8:

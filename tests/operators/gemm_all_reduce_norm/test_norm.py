@@ -101,6 +101,39 @@ def test_every_implementation(
         assert {call: error for call, error in errors.items() if not error < _BOUNDS[dtype]} == {}
 
 
+def _quantized_in_blocks(columns: int) -> list[tuple[torch.Tensor, ...]]:
+    """Each implementation's y, its scales, and the exact norm."""
+    tensors = _tensors(3, columns, 32, torch.bfloat16)
+    exact = _exact(tensors, "rms")[0]
+    answers = []
+    for impl in IMPLS:
+        y, _, scales = interlace.gemm_all_reduce(
+            **tensors, norm="rms", eps=EPS, impl=impl, out_dtype=FLOAT8, block_scales=True
+        )
+        answers.append((y.float(), scales, exact))
+    return answers
+
+
+@pytest.mark.parametrize("columns", [64, 384, 520])
+def test_float8_with_scales_of_blocks(ranks: Any, columns: int) -> None:
+    """Each block of 128 elements fills the range, the last and shorter one too, so its error is
+    relative to its own largest element.
+    """
+    for answers in ranks(2).run(_quantized_in_blocks, columns):
+        for y, scales, exact in answers:
+            assert scales.shape == (3, -(-columns // 128))
+            by_element = scales.repeat_interleave(128, 1)[:, :columns]
+            for first in range(0, columns, 128):
+                block = slice(first, first + 128)
+                assert y[:, block].abs().amax(1).tolist() == pytest.approx([448] * 3, rel=0.13)
+                error = (y.double() * by_element - exact)[:, block].abs()
+                largest = exact[:, block].abs().amax(1, keepdim=True)
+                # As above: the interpreter loses carries.
+                wrong = error > 0.07 * exact[:, block].abs() + 0.01 * largest
+                assert wrong.float().mean() < 0.05
+                assert (error <= 0.6 * exact[:, block].abs() + 0.005 * largest).all()
+
+
 def _quantized(scale: float | None) -> list[Any]:
     tensors = _tensors(4, 64, 32, torch.bfloat16)
     y = _exact(tensors, "rms")[0]
@@ -283,6 +316,14 @@ def test_scales_are_never_zero(ranks: Any, impl: str) -> None:
         ({"norm": 3}, "norm must be a word or None; got 3"),
         ({"scale": torch.ones(1)}, "scale must be given for out_dtype=torch.float8_e4m3fn only"),
         ({"scale": torch.ones(2), "out_dtype": FLOAT8}, "scale must be one float32 element"),
+        (
+            {"block_scales": True},
+            "block_scales must come with out_dtype=torch.float8_e4m3fn and no",
+        ),
+        (
+            {"block_scales": True, "scale": torch.ones(1), "out_dtype": FLOAT8},
+            "block_scales must come with out_dtype=torch.float8_e4m3fn and no scale; got a scale",
+        ),
         ({"out_dtype": torch.int8}, "out_dtype must be"),
         ({"x_scale": torch.ones(1)}, "x_scale must not come with a norm"),
         ({"impl": "quick"}, "impl must be one of .*pushed.*; got 'quick'"),

@@ -143,6 +143,7 @@ def gemm_all_reduce(
     norm_bias: torch.Tensor | None = None,
     eps: float = 1e-6,
     scale: torch.Tensor | None = None,
+    block_scales: bool = False,
     out_dtype: torch.dtype | None = None,
     group: dist.ProcessGroup | None = None,
     impl: str = "auto",
@@ -161,6 +162,7 @@ def gemm_all_reduce(
     norm_bias: torch.Tensor | None = None,
     eps: float = 1e-6,
     scale: torch.Tensor | None = None,
+    block_scales: bool = False,
     out_dtype: torch.dtype | None = None,
     group: dist.ProcessGroup | None = None,
     impl: str = "auto",
@@ -202,6 +204,8 @@ def gemm_all_reduce(
         eps: What is added to the mean square, or to the variance.
         scale: float32, one element, for ``out_dtype=torch.float8_e4m3fn``: the normalised sum is
             divided by it. Without it each row gets a scale of its own.
+        block_scales: Without ``scale``, whether each 128 elements of a row get one instead, as the
+            next product of float8 takes them: ``x_scale``.
         out_dtype: Of the result and of the parts that travel: float16, bfloat16 or float32;
             default: x's, and bfloat16 for float8. With a norm, the dtype of its result, and
             float8_e4m3fn is one more.
@@ -259,9 +263,13 @@ def gemm_all_reduce(
         refuse_with_norm(OPERATOR.name, x_scale=x_scale, w_scale=w_scale)
         return call_normed(
             x, w, bias, residual=residual, norm=norm, norm_weight=norm_weight, norm_bias=norm_bias,
-            eps=eps, scale=scale, out_dtype=out_dtype, group=group, impl=impl, config=config,
+            eps=eps, scale=scale, out_dtype=out_dtype, block_scales=block_scales, group=group,
+            impl=impl, config=config,
         )  # fmt: skip
-    refuse_without_norm(OPERATOR.name, residual=residual, norm_bias=norm_bias, scale=scale)
+    refuse_without_norm(
+        OPERATOR.name,
+        residual=residual, norm_bias=norm_bias, scale=scale, block_scales=block_scales or None,
+    )  # fmt: skip
     y: torch.Tensor = schema.call(
         OPERATOR, x, w, bias, x_scale, w_scale, [], out_dtype, group, impl, cast(Any, config)
     )
@@ -290,6 +298,7 @@ def gemv_all_reduce(
     norm_bias: torch.Tensor | None = None,
     eps: float = 1e-6,
     scale: torch.Tensor | None = None,
+    block_scales: bool = False,
     out_dtype: torch.dtype | None = None,
     group: dist.ProcessGroup | None = None,
     impl: str = "auto",
@@ -306,6 +315,7 @@ def gemv_all_reduce(
     norm_bias: torch.Tensor | None = None,
     eps: float = 1e-6,
     scale: torch.Tensor | None = None,
+    block_scales: bool = False,
     out_dtype: torch.dtype | None = None,
     group: dist.ProcessGroup | None = None,
     impl: str = "auto",
@@ -327,8 +337,8 @@ def gemv_all_reduce(
             tokens.
         w: ``[N, K/R]``, as in ``nn.Linear``, of x's dtype, its rows contiguous.
         bias: ``[N]``, the same on every rank; added once, after the sum.
-        residual, norm, norm_weight, norm_bias, eps, scale: As :func:`interlace.gemm_all_reduce`
-            takes them; ``residual`` has the shape of the result.
+        residual, norm, norm_weight, norm_bias, eps, scale, block_scales: As
+            :func:`interlace.gemm_all_reduce` takes them; ``residual`` has the shape of the result.
         out_dtype: dtype of the normalised sum: float16, bfloat16, float32 or float8_e4m3fn;
             default: x's. Refused without a norm.
         group: 1 to 8 ranks of one node, or ranks of several nodes; default: the default process
@@ -368,6 +378,7 @@ def gemv_all_reduce(
         refuse_without_norm(
             "gemv_all_reduce",
             residual=residual, norm_bias=norm_bias, scale=scale, out_dtype=out_dtype,
+            block_scales=block_scales or None,
         )  # fmt: skip
         y: torch.Tensor = schema.call(
             OPERATOR, x, w, bias, None, None, [], None, group, impl, cast(Any, config)
@@ -375,7 +386,8 @@ def gemv_all_reduce(
         return y[0] if is_vector else y
     results = call_normed(
         x, w, bias, residual=residual, norm=norm, norm_weight=norm_weight, norm_bias=norm_bias,
-        eps=eps, scale=scale, out_dtype=out_dtype, group=group, impl=impl, config=config,
+        eps=eps, scale=scale, out_dtype=out_dtype, block_scales=block_scales, group=group,
+            impl=impl, config=config,
     )  # fmt: skip
     return Normed(results.y[0], results.residual[0], results.scale) if is_vector else results
 

@@ -154,8 +154,8 @@ def _choose(**call: Any) -> Choice[Any]:
 
 _SCHEMA = (
     "(Tensor x, Tensor w, Tensor? bias, Tensor? residual, Tensor? norm_weight, Tensor? norm_bias, "
-    "str norm, float eps, Tensor? scale, ScalarType? out_dtype, str group_name, str impl, "
-    "str config) -> (Tensor, Tensor, Tensor)"
+    "str norm, float eps, Tensor? scale, ScalarType? out_dtype, bool block_scales, "
+    "str group_name, str impl, str config) -> (Tensor, Tensor, Tensor)"
 )
 _DECLARATION = GemmAllReduceNorm()
 _NAME = GemmAllReduceNorm.name
@@ -212,7 +212,10 @@ def _known_call(
     many rows run in the same way whatever the number of rows and the addresses are, so their
     form has no rows, which x and the residual must have in common, and they have no addresses.
     """
-    residual, norm_weight, norm_bias, norm, eps, scale, out_dtype, _, impl, config = arguments
+    (
+        residual, norm_weight, norm_bias, norm, eps, scale, out_dtype, block_scales,
+        _, impl, config,
+    ) = arguments  # fmt: skip
     if not x.is_cuda or config or x.dim() != 2 or w.dim() != 2:
         return None
     rows, columns = x.shape[0], w.shape[0]
@@ -220,8 +223,8 @@ def _known_call(
     if residual is not None and residual.shape != (rows, columns):
         return None
     key: list[Hashable] = [
-        _NAME, None if is_many else rows, impl, norm, eps, out_dtype, x.shape[1], x.stride(),
-        x.dtype, w.shape, w.stride(), w.dtype, w.get_device(), invariance.mode(),
+        _NAME, None if is_many else rows, impl, norm, eps, out_dtype, block_scales, x.shape[1],
+        x.stride(), x.dtype, w.shape, w.stride(), w.dtype, w.get_device(), invariance.mode(),
         autotune.is_enabled(impl),
     ]  # fmt: skip
     addresses = [x.data_ptr(), w.data_ptr()]
@@ -259,6 +262,7 @@ def call_normed(
     eps: float,
     scale: torch.Tensor | None,
     out_dtype: torch.dtype | None,
+    block_scales: bool,
     group: dist.ProcessGroup | None,
     impl: str,
     config: Configuration | None,
@@ -293,7 +297,7 @@ def call_normed(
     text = "" if config is None else str(config)
     results = entrance(_NAME)(
         x, w, bias, residual, norm_weight, norm_bias, norm or "rms", float(eps), scale, out_dtype,
-        default_name(group), impl, text,
+        bool(block_scales), default_name(group), impl, text,
     )  # fmt: skip
     return Normed(*results)
 

@@ -26,6 +26,7 @@ from interlace.gemm.epilogue import Normed
 from interlace.gemm.implementations.pushed import multiply, sum_slot_bytes
 from interlace.gemm.launch import lamport_arguments, lamport_reservation, row_stride
 from interlace.gemm.operator import GemmOperator
+from interlace.gemm.scaled import SCALE_BLOCK
 from interlace.operators.gemm_all_reduce.config import (
     MOST_FUSED_ROWS,
     MOST_NORMED_ROWS,
@@ -198,7 +199,8 @@ def _push_again(call: GemmCall, launch: Launch) -> AgainCall | None:
     if not is_plain or relaunch is None or family is None:
         return None
     eps, out_dtype, device = epilogue.eps, epilogue.out_dtype, operands.x.device
-    has_scales = epilogue.quantization == "row"
+    *_, (scale_shape, _) = epilogue.result_shapes(1, columns, dtype)
+    has_scales, row_scales = len(scale_shape) == 2, scale_shape[-1]
     no_scales = torch.empty(0, dtype=torch.float32, device=device)
     # Memory that must grow is for the long way.
     name, most_rows = call.operator.name, next_power_of_2(operands.rows)
@@ -224,7 +226,7 @@ def _push_again(call: GemmCall, launch: Launch) -> AgainCall | None:
         product = torch.empty(sums, dtype=dtype, device=device)
         scales = no_scales
         if has_scales:
-            scales = torch.empty((rows, 1), dtype=torch.float32, device=device)
+            scales = torch.empty((rows, row_scales), dtype=torch.float32, device=device)
         # Looked up each time: peers that take the long way, or replay a capture, may use an older
         # workspace than the first call did.
         arguments = _pushed_memory(group, name, product, family.mark(rows)) | {
@@ -330,8 +332,10 @@ def _epilogue_arguments(call: GemmCall, results: Normed) -> dict[str, Any]:
 
 
 def _row_columns(columns: int) -> int:
-    """Return the columns of a tile that has whole rows, at least one for each thread of a warp."""
-    return max(next_power_of_2(columns), 32)
+    """Return the columns of a tile that has whole rows, and whole blocks that share a scale; at
+    least one for each thread of a warp.
+    """
+    return max(next_power_of_2(columns), SCALE_BLOCK)
 
 
 def _row_warps(columns: int) -> int:
@@ -446,6 +450,8 @@ def _fused(call: GemmCall, results: Normed, slots: Callable[[int], dict[str, Any
             rows=rows, tokens=tokens, most_programs=processors(group.device)
         )
     )
+    if call.known_epilogue.quantization == "block":
+        received = max(received, SCALE_BLOCK)
     sections = ceil_div(rows, received)
     receivers = tokens * sections
     producers = min(tiles, config.max_programs or MAX_PROGRAMS, MAX_PROGRAMS - receivers)

@@ -14,7 +14,7 @@ from interlace.gemm.epilogue import Epilogue
 from interlace.gemm.operands import Operands
 from interlace.gemm.reference import is_alone, product
 
-_LARGEST_FLOAT8 = 448.0
+_LARGEST_FLOAT8, _BLOCK = 448.0, 128
 
 
 def gemm_all_reduce(operands: Operands, group: dist.ProcessGroup | None) -> torch.Tensor:
@@ -49,8 +49,13 @@ def gemm_all_reduce_norm(
     scales = value.new_empty([0])
     if epilogue.quantization == "none":
         return y.to(epilogue.out_dtype), h, scales
-    if epilogue.scale is None:
-        scales = y.abs().amax(-1, keepdim=True) / _LARGEST_FLOAT8
+    divisor = epilogue.scale
+    if divisor is None:
+        columns = y.shape[-1]
+        width = _BLOCK if epilogue.quantization == "block" else max(columns, 1)
+        blocks = F.pad(y, (0, -columns % width)).unflatten(-1, (-1, width))
+        scales = blocks.abs().amax(-1) / _LARGEST_FLOAT8
         scales = torch.where(scales == 0, 1.0, scales)
-    y = y / (scales if epilogue.scale is None else epilogue.scale)
+        divisor = scales.repeat_interleave(width, -1)[:, :columns]
+    y = y / divisor
     return y.clamp(-_LARGEST_FLOAT8, _LARGEST_FLOAT8).to(epilogue.out_dtype), h, scales

@@ -8,6 +8,7 @@ import triton.language as tl
 import interlace.language as il
 
 _LARGEST_FLOAT8 = tl.constexpr(448.0)  # of float8_e4m3fn
+_SCALED = tl.constexpr(128)  # columns that share a scale of a block
 
 
 class NormForm(NamedTuple):
@@ -15,7 +16,8 @@ class NormForm(NamedTuple):
 
     Attributes:
         norm: ``"rms"`` or ``"layer"``.
-        quantization: ``"none"``, ``"tensor"`` or ``"row"``.
+        quantization: ``"none"``, ``"tensor"``, ``"row"`` or ``"block"``; with blocks, a program has
+            whole ones.
         sections: Number of programs that share a token's columns.
         factor: Of the columns; see ``il.multiple_of``.
     """
@@ -38,7 +40,9 @@ class NormInputs(NamedTuple):
 
 
 class NormOutputs(NamedTuple):
-    """Pointers to the results: y and the new residual ``[B, N]``, and a scale per row."""
+    """Pointers to the results: y and the new residual ``[B, N]``, and the scales of rows ``[B]``, or
+    of blocks ``[B, ceil(N / 128)]``.
+    """
 
     y: Any
     residual: Any
@@ -149,11 +153,32 @@ def norm_and_store(total, loaded, inputs, outputs, place, meeting, FORM: tl.cons
         if place.section == 0:
             tl.store(outputs.scales + place.tokens, scale, mask=place.tokens < place.B)
         y = y / scale
+    elif FORM.quantization == "block":
+        y = _scale_blocks(y, outputs, place)
     if FORM.quantization != "none":
         # A comparison with NaN is false, so NaN stays.
         y = tl.where(y > _LARGEST_FLOAT8, _LARGEST_FLOAT8, y)
         y = tl.where(y < -_LARGEST_FLOAT8, -_LARGEST_FLOAT8, y)
     tl.store(outputs.y + offsets, y.to(outputs.y.dtype.element_ty), mask=place.inside)
+
+
+@triton.jit
+def _scale_blocks(y, outputs, place):
+    """Store a scale for each block of columns, and return y divided by them."""
+    COLUMNS: tl.constexpr = y.shape[0]
+    TOKENS: tl.constexpr = y.shape[1]
+    BLOCKS: tl.constexpr = COLUMNS // _SCALED
+    blocked = tl.reshape(tl.where(place.inside, y, 0.0), [BLOCKS, _SCALED, TOKENS])
+    # A maximum leaves out NaN, which a sum keeps.
+    nan = tl.sum(tl.where(blocked != blocked, blocked, 0.0), 1)
+    scale = (tl.max(tl.abs(blocked), 1) + nan) / _LARGEST_FLOAT8
+    scale = tl.where(scale == 0.0, 1.0, scale)
+    all_blocks = (place.N + _SCALED - 1) // _SCALED
+    first = tl.min(place.columns) // _SCALED
+    block = first + tl.arange(0, BLOCKS)[:, None]
+    cells = place.tokens.to(tl.int64) * all_blocks + block
+    tl.store(outputs.scales + cells, scale, mask=(block < all_blocks) & (place.tokens < place.B))
+    return tl.reshape(blocked / scale[:, None, :], [COLUMNS, TOKENS])
 
 
 @triton.jit

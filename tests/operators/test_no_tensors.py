@@ -42,7 +42,10 @@ BAGS = {
 
 CALLS: dict[str, list[Mapping[str, Any]]] = {
     "all_gather_gemm": [OF_FLOAT8],
+    # Of no columns any number of ranks has equally many.
+    "all_to_all_gemm": [{"x": X[:, :0], "w": W[:, :0], "bias": BIAS}],
     "gemm_all_to_all": [OF_FLOAT8],
+    "gemm_all_to_all_columns": [{"x": X, "w": W, "bias": BIAS}],
     "gemm_reduce_scatter": [OF_FLOAT8, {"x": X, "w": W, "out": torch.empty(4, 6)}],
     "gemm_all_reduce": [OF_FLOAT8, WITH_NORM],
     "gemv_all_reduce": [{"x": X, "w": W, "bias": BIAS}, WITH_NORM],

@@ -509,7 +509,7 @@ MUTANTS = [
     ),
     Mutant(
         "interlace/operators/gemm_all_to_all_columns/layout.py",
-        "by_first_owner[owners[len(by_first_owner[owners[0]]) % len(owners)]]",
+        "by_first_owner[turned[0][0]]",
         "by_first_owner[0]",
         "operators/sequence/test_sequence.py::test_ranks_take_turns_and_tiles_fit",
     ),
@@ -521,7 +521,7 @@ MUTANTS = [
     ),
     Mutant(
         "interlace/operators/all_to_all_gemm/kernel.py",
-        "il.nan_unless(all_arrived, total)",
+        "il.nan_unless(arrived.to(tl.int32), total)",
         "total",
         "operators/sequence/test_sequence.py::test_a_peer_that_never_calls",
     ),

@@ -260,7 +260,7 @@ def _implementation(
     """Return what runs a call: ``impl``, or what was chosen, and the pair where the memory of that
     does not fit under the group's limit, or there is nothing to multiply.
     """
-    if not sum(call.rows) or not call.operands.columns:
+    if not (sum(call.rows) and call.operands.columns and sum(call.column_counts)):
         return operator.implementation("unfused")
     if impl not in operator.choosers:
         return operator.implementation(impl)

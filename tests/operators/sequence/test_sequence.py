@@ -16,9 +16,11 @@ from hypothesis import strategies as st
 import interlace
 from interlace import ArgumentError
 from interlace.costs import find_cost
+from interlace.gemm import launch
 from interlace.gemm.sequence import flat_ranges, ranges_of
 from interlace.operators.all_to_all_gemm import AllToAllGemm
 from interlace.operators.gemm_all_to_all_columns import GemmAllToAllColumns
+from interlace.operators.gemm_all_to_all_columns import fused as columns_fused
 from interlace.operators.gemm_all_to_all_columns.layout import columns_of_tiles
 from interlace.testing.cases.sequence import TO_COLUMNS, TO_ROWS, SequenceCase
 from tests.errors import error_of
@@ -132,7 +134,7 @@ def _nothing_to_multiply() -> list[Any]:
     """No columns of the result, and no rows."""
     x, none = torch.ones(4, 3), torch.ones(0, 6)
     gathered = interlace.all_to_all_gemm(x, none, return_gathered=True)[1]
-    y = interlace.gemm_all_to_all_columns(x, torch.ones(0, 3))
+    y = interlace.gemm_all_to_all_columns(x, torch.ones(2, 3), column_ranges=[[], [(1, 1)]])
     over_none = interlace.gemm_all_to_all_columns(
         x[:, :0], torch.ones(2, 0), torch.tensor([2.0, 3.0])
     )
@@ -144,6 +146,43 @@ def test_products_without_columns_or_over_none(ranks: Any) -> None:
         assert gathered == [[1.0] * 6] * 2
         assert shape == [8, 0]
         assert biases == [2.0 + rank] * 8
+
+
+def _through_descriptors(operator: str) -> list[str]:
+    """As :func:`_wrong`, with the tensor descriptors that GPUs have; of columns, also whether tiles
+    are stored through one.
+    """
+    ranks, described = dist.get_world_size(), []
+    describe = columns_fused.describe_ranks
+
+    def noted(*arguments: Any) -> Any:
+        described.append(True)
+        return describe(*arguments)
+
+    wrong = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "moves_tiles", lambda _: True)
+        patch.setattr(columns_fused, "describe_ranks", noted)
+        # The configuration on the CPU has tiles of 16 rows and 32 columns.
+        for head, other, splits, is_whole in (
+            (32, 33, None, True),
+            (9, 17, None, False),
+            (32, 32, (32, 0, 16, 48)[:ranks], True),
+            (32, 16, (33, 0, 5, 1)[:ranks], False),
+        ):
+            case = SequenceCase(operator, "fused", "float32", False, 19, head, other, True, splits)
+            described.clear()
+            wrong += [case.label] if any(case.prepare().check()) else []
+            is_described = bool(described)
+            if operator == TO_COLUMNS and ranks > 1 and is_described != is_whole:
+                wrong.append(f"{case.label}: {is_described}")
+    return wrong
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize("count", [1, 4])
+def test_tiles_through_descriptors(ranks: Any, operator: str, count: int) -> None:
+    assert ranks(count).run(_through_descriptors, operator) == [[]] * count
 
 
 # The layout of columns
@@ -171,21 +210,19 @@ def test_every_column_is_computed_once_and_goes_to_its_places(
         for place, column in enumerate(columns):
             wanted.setdefault(column, set()).add((owner, place))
     found: dict[int, set[tuple[int, int]]] = {}
-    for column, count, *places in columns_of_tiles(ranges, block_n, rank % len(ranges)):
+    for column, count, *pairs in columns_of_tiles(ranges, block_n, rank % len(ranges)):
         assert 0 < count <= block_n
+        owners = list(zip(pairs[::2], pairs[1::2], strict=True))
         for step in range(count):
             assert column + step not in found
-            found[column + step] = {
-                (owner, place + step) for owner, place in enumerate(places) if place >= 0
-            }
+            found[column + step] = {(owner, place + step) for owner, place in owners if owner >= 0}
     assert found == wanted
     assert [list(each) for each in ranges_of(flat_ranges(ranges))] == ranges
 
 
 def test_ranks_take_turns_and_tiles_fit() -> None:
     ranges = interlace.qkv_column_ranges(32, 8, 128, 4)
-    first = [places for _, _, *places in columns_of_tiles(ranges, 128, 1)][:4]
-    assert [next(d for d in range(4) if places[d] >= 0) for places in first] == [2, 3, 0, 1]
+    assert [owner for _, _, owner, _ in columns_of_tiles(ranges, 128, 1)][:5] == [2, 3, 0, 1, 2]
     fitted = GemmAllToAllColumns().fitted
     config = dataclasses.replace(CONFIGS[TO_COLUMNS], block_n=256)
     assert fitted(config, ranges).block_n == 256

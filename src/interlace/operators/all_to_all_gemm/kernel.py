@@ -82,7 +82,7 @@ def all_to_all_gemm(
                     number = tl.sum(tl.where(turn.peers == dest, numbers, 0))
                     buffer = il.pointer(buffers.address + number.to(tl.int64) * buffers.nbytes, OUT)
                     _put_rows(
-                        x + first.to(tl.int64) * x_stride, buffer + place, block * BLOCK_M,
+                        x + first.to(tl.int64) * il.multiple_of(x_stride, FACTOR), buffer + il.multiple_of(place, FACTOR), block * BLOCK_M,
                         tl.minimum((block + 1) * BLOCK_M, rows), own_columns, x_stride,
                         gathered_stride, dest, group, LINES, COLS, FACTOR,
                     )
@@ -92,16 +92,15 @@ def all_to_all_gemm(
     tiles_n = (N + BLOCK_N - 1) // BLOCK_N
     tiles_m = (own_rows + BLOCK_M - 1) // BLOCK_M
     tiles = tiles_m * tiles_n
-    all_arrived = 1
     start = tl.where(program < SENDERS, tiles, program - SENDERS)
     for task in tl.range(start, tiles, programs - SENDERS):
         tile_m, tile_n = tile_place(task, tiles_m, tiles_n, GROUP_M)
         row, column = tile_m * BLOCK_M, tile_n * BLOCK_N
+        arrived = program >= 0
         if WORLD_SIZE > 1:
             awaited = arrivals + turn.peers * per_source + tile_m
             is_source = turn.peers < WORLD_SIZE
-            complete = il.wait(awaited, stamp, turn.peers, tile_m, group, is_source)
-            all_arrived = all_arrived * complete.to(tl.int32)
+            arrived = il.wait(awaited, stamp, turn.peers, tile_m, group, is_source)
             if TILING.descriptors:
                 # Descriptors load through another proxy than the one that the wait orders.
                 il.accept_tiles()
@@ -110,8 +109,7 @@ def all_to_all_gemm(
         if bias is not None:
             total = add_bias(total, bias, column, N)
         il.record("computed", task, group)
-        # A failed wait breaks the group, so later rows count as missing, too.
-        value = il.nan_unless(all_arrived, total).to(OUT)
+        value = il.nan_unless(arrived.to(tl.int32), total).to(OUT)
         if SENDING.tile_stores:
             result.store([row, column], value)
         else:
@@ -120,12 +118,13 @@ def all_to_all_gemm(
     if WORLD_SIZE > 1:
         # 4. Who gets the gathered rows must not take others for them.
         if (program == programs - 1) & (cells > 0):
+            missing = 0
             for block in range(tiles_m):
                 awaited = arrivals + turn.peers * per_source + block
                 is_source = turn.peers < WORLD_SIZE
                 complete = il.wait(awaited, stamp, turn.peers, block, group, is_source)
-                all_arrived = all_arrived * complete.to(tl.int32)
-            if all_arrived == 0:
+                missing += 1 - complete.to(tl.int32)
+            if missing > 0:
                 il.fill_nan(own_output(buffers, own_buffer, me, group, OUT), cells)
         il.clear_old(arrivals, WORLD_SIZE * per_source, epoch, group)
     il.advance_epoch(epochs, epoch)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from interlace.comm.groups.outputs import BUFFERS, Destination
@@ -13,7 +15,7 @@ from interlace.gemm import launch
 from interlace.gemm.kernels import layout as signals
 from interlace.gemm.operands import Operands
 from interlace.gemm.sequence import SequenceCall
-from interlace.operators.gemm_all_to_all_columns.layout import columns_of_tiles
+from interlace.operators.gemm_all_to_all_columns.layout import TARGETS, columns_of_tiles
 from interlace.units import ceil_div
 
 NAME = "gemm_all_to_all_columns"
@@ -110,11 +112,21 @@ def prepare(
         kernel.gemm_all_to_all_columns,
         (launch.programs(group, config),),
         arguments,
-        launch.constants(
-            operands, config, group, descriptors=descriptors, tile_stores=tiles is not None
-        ),
+        {
+            **launch.constants(
+                operands, config, group, descriptors=descriptors, tile_stores=tiles is not None
+            ),
+            "OWNERS": (len(columns[0]) - TARGETS) // 2,
+            "FACTOR": _factor(columns, strides),
+        },
         (operands,),
     )
+
+
+def _factor(columns: list[tuple[int, ...]], strides: list[int]) -> int:
+    """Return the power of two, at most 16, that divides all that addresses in results depend on."""
+    numbers = (number for _, count, *pairs in columns for number in (count, *pairs[1::2]))
+    return math.gcd(16, *strides, *numbers)
 
 
 def _part_rows(rows: tuple[int, ...], block_m: int) -> int:

@@ -10,11 +10,11 @@ from interlace.gemm.kernels.grants import (
 from interlace.gemm.kernels.tiles import (
     Matrices, add_bias, multiply_tile, start_in_turn, tile_place,
 )
-from interlace.operators.gemm_all_to_all_columns.layout import FIRST_COLUMN, COUNT, PLACES
+from interlace.operators.gemm_all_to_all_columns.layout import COUNT, FIRST_COLUMN, TARGETS
 
 _FIRST_COLUMN = tl.constexpr(FIRST_COLUMN)
 _COUNT = tl.constexpr(COUNT)
-_PLACES = tl.constexpr(PLACES)
+_TARGETS = tl.constexpr(TARGETS)
 
 
 @triton.jit(
@@ -26,7 +26,7 @@ _PLACES = tl.constexpr(PLACES)
 def gemm_all_to_all_columns(
     x, w, bias, tiles, buffers, own_buffer, signals, epochs, ctx, columns, strides, call, rows,
     first_row, part_rows, own_cells, tiles_n, N, K, x_stride, w_stride, spread_ns,
-    SENDING: tl.constexpr, TILING: tl.constexpr,
+    OWNERS: tl.constexpr, FACTOR: tl.constexpr, SENDING: tl.constexpr, TILING: tl.constexpr,
 ):
     """Multiply, tile by tile, each tile straight into the results of the ranks that own its
     columns.
@@ -40,7 +40,8 @@ def gemm_all_to_all_columns(
     All signals have two sets.
 
     ``columns`` has ``tiles_n`` columns of tiles, int64: where each begins in w, how many columns it
-    has, and for each rank where they begin in that rank's result, or -1. ``strides`` has the
+    has, and ``OWNERS`` pairs of a rank that gets them, or -1, and the place where they begin in
+    that rank's result. ``strides`` has the
     elements between two rows of each rank's result. With tile stores, ``tiles`` describes ``[rank,
     buffer, part, row, column]``, with ``part_rows`` rows in each part of a result.
 
@@ -75,9 +76,9 @@ def gemm_all_to_all_columns(
     # 2. Each tile goes straight to its place in the buffers of its columns' owners.
     for task in tl.range(program, tl.where(granted, tiles_m * tiles_n, 0), programs):
         tile_m, tile_n = tile_place(task, tiles_m, tiles_n, GROUP_M)
-        entry = columns + tile_n * (_PLACES + WORLD_SIZE)
+        entry = columns + tile_n * (_TARGETS + 2 * OWNERS)
         column = tl.load(entry + _FIRST_COLUMN).to(tl.int32)
-        count = tl.load(entry + _COUNT).to(tl.int32)
+        count = il.multiple_of(tl.load(entry + _COUNT).to(tl.int32), FACTOR)
         row = tile_m * BLOCK_M
         il.record("tile", task, group)
         total = multiply_tile(matrices, row, column, rows, TILING)
@@ -85,10 +86,13 @@ def gemm_all_to_all_columns(
             total = add_bias(total, bias, column, N)
         il.record("computed", task, group)
         value = total.to(OUT)
-        for step in range(WORLD_SIZE):
-            dest = (me + 1 + step) % WORLD_SIZE
-            place = tl.load(entry + _PLACES + dest).to(tl.int32)
-            if place >= 0:
+        # Unrolled: the copy of a tile that leaves in a loop of its own would have to end before the
+        # next tile.
+        for owner in tl.static_range(OWNERS):
+            dest = tl.load(entry + _TARGETS + 2 * owner).to(tl.int32)
+            place = tl.load(entry + _TARGETS + 2 * owner + 1).to(tl.int32)
+            place = il.multiple_of(place, FACTOR)
+            if dest >= 0:
                 buffer = tl.sum(tl.where(turn.peers == dest, number, 0))
                 if SENDING.tile_stores:
                     # The part of the result leaves out what a tile has beyond this rank's rows.
@@ -98,7 +102,8 @@ def gemm_all_to_all_columns(
                 else:
                     target = il.pointer(buffers.address + buffer.to(tl.int64) * buffers.nbytes, OUT)
                     m, n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
-                    lines = (first_row + row + m).to(tl.int64) * tl.load(strides + dest)
+                    stride = il.multiple_of(tl.load(strides + dest), FACTOR)
+                    lines = (first_row + row + m).to(tl.int64) * stride
                     inside = (row + m < rows)[:, None] & (n < count)[None, :]
                     il.put(target + lines[:, None] + (place + n)[None, :], value, dest, group, inside)
     if WORLD_SIZE > 1:

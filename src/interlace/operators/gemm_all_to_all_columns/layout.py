@@ -11,27 +11,31 @@ from interlace.gemm.sequence import ColumnRanges
 # An entry of the table that the kernel reads, int64.
 FIRST_COLUMN: Final = 0  # of the tiles, in the weight
 COUNT: Final = 1  # columns of the tiles that count
-PLACES: Final = 2  # of the first of them in each rank's result; -1 for ranks that do not get them
+TARGETS: Final = 2  # from here on, pairs: a rank that gets them, and the first one's place there
+NO_RANK: Final = -1  # of the pairs that there are more of in other entries
 
 _NOWHERE = -1
 
 
 def columns_of_tiles(column_ranges: ColumnRanges, block_n: int, rank: int) -> list[tuple[int, ...]]:
     """Return the entries of all columns of tiles that any rank gets, in the order in which ``rank``
-    computes them: those of different ranks take turns, the neighbour's first.
+    computes them: those of different ranks take turns, the neighbour's first. All entries are as
+    long.
 
     Columns that the same ranks get, one behind the other in the weight and in all these ranks'
     results, are cut into tiles together. So each column is computed once.
     """
-    by_first_owner: list[list[tuple[int, ...]]] = [[] for _ in column_ranges]
-    for first, end, places in _segments(column_ranges):
-        for column in range(first, end, block_n):
-            moved = (_NOWHERE if place == _NOWHERE else place + column - first for place in places)
-            entry = (column, min(block_n, end - column), *moved)
-            owners = [owner for owner, place in enumerate(places) if place != _NOWHERE]
-            # Columns of several ranks are counted with one of them, another one for each tile.
-            by_first_owner[owners[len(by_first_owner[owners[0]]) % len(owners)]].append(entry)
-    ranks = len(column_ranges)
+    ranks, segments = len(column_ranges), _segments(column_ranges)
+    most_owners = max((len(owners) for _, _, owners in segments), default=1)
+    by_first_owner: list[list[tuple[int, ...]]] = [[] for _ in range(ranks)]
+    for first, end, owners in segments:
+        for number, column in enumerate(range(first, end, block_n)):
+            # Each of several owners is the first one of some of the tiles.
+            turned = owners[number % len(owners) :] + owners[: number % len(owners)]
+            pairs = [(owner, place + column - first) for owner, place in turned]
+            pairs += [(NO_RANK, 0)] * (most_owners - len(owners))
+            entry = (column, min(block_n, end - column), *(each for pair in pairs for each in pair))
+            by_first_owner[turned[0][0]].append(entry)
     in_turn = [by_first_owner[(rank + 1 + step) % ranks] for step in range(ranks)]
     longest = max(map(len, in_turn), default=0)
     return [
@@ -39,16 +43,17 @@ def columns_of_tiles(column_ranges: ColumnRanges, block_n: int, rank: int) -> li
     ]
 
 
-def _segments(column_ranges: ColumnRanges) -> list[tuple[int, int, tuple[int, ...]]]:
-    """Return the ranges of columns that the same ranks get, and the place of each range in every
-    rank's result.
+def _segments(column_ranges: ColumnRanges) -> list[tuple[int, int, list[tuple[int, int]]]]:
+    """Return the ranges of columns that the same ranks get, with these ranks and the place of each
+    range in their results.
     """
     edges = sorted({edge for ranges in column_ranges for each in ranges for edge in each})
     found = []
     for first, end in itertools.pairwise(edges):
-        places = tuple(_place(ranges, first) for ranges in column_ranges)
-        if any(place != _NOWHERE for place in places):
-            found.append((first, end, places))
+        places = [_place(ranges, first) for ranges in column_ranges]
+        owners = [(owner, place) for owner, place in enumerate(places) if place != _NOWHERE]
+        if owners:
+            found.append((first, end, owners))
     return found
 
 

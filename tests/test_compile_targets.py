@@ -147,7 +147,8 @@ def _cases_of(kernel):
         "grouped_gemm_gradient": lambda: _mixture_of_experts_products("grouped_gemm_gradient"),
         "multiply_and_sum": lambda: [
             (types, constants | {"PIECES": 2, "OWN_PART": own})
-            for own, products in ((True, [*_products()][:1]), (False, _products()))
+            # It takes no float8 with scales of blocks, which come last.
+            for own, products in ((True, [*_products()][:1]), (False, [*_products()][:-1]))
             for types, constants in products
         ],
         "plan_call": lambda: _mixture_of_experts_numbers(),
@@ -286,10 +287,12 @@ def _stage_rows():
     addresses = dict.fromkeys(("staged_address", "scale_offset", "own_address"), "i64")
     types = _FETCHING | dict.fromkeys(names, "i32") | addresses | {"x_scale": "*fp32"}
     blocks = {"WORLD_SIZE": 4, "INNER_ALIGN": 8, "FACTOR": 8, "ROWS": 2, "COLS": 512}
+    blocks["SCALES"] = 0
     for own, in_place in ((False, False), (True, True), (False, True)):
         more = {"x_scale": None, "OWN": own, "IN_PLACE": in_place}
         yield types | {"x": "*bf16"}, blocks | more
-    yield types | {"x": "*fp8e4nv"}, blocks | {"INNER_ALIGN": 16, "OWN": True, "IN_PLACE": False}
+    scaled = {"INNER_ALIGN": 16, "OWN": True, "IN_PLACE": False, "SCALES": 56}
+    yield types | {"x": "*fp8e4nv"}, blocks | scaled
 
 
 def _spread_rows():
@@ -577,6 +580,14 @@ def _products(more=None):
     }
     undescribed = dict.fromkeys(("tiles", "slots", "results", "result"))
     yield pointers | unscaled, plain | not_gathered | stores | undescribed
+    in_blocks = tiling._replace(block_n=256, block_k=128, block_scales="x")
+    blocks = described("fp8e4nv") | dict.fromkeys(("x", "gathered"), "tensordesc<fp8e4nv[64, 128]>")
+    wide = dict.fromkeys(("slots", "results", "tiles"), "tensordesc<bf16[1, 1, 1, 64, 256]>")
+    blocks |= wide | {
+        "w": "tensordesc<fp8e4nv[256, 128]>",
+        "result": "tensordesc<bf16[1, 64, 256]>",
+    }
+    yield blocks, plain | {"bias": None, "TILING": in_blocks}
 
 
 def _sums_over_ranks():
@@ -662,10 +673,10 @@ def _gemv_all_reduce_one_shot():
 
 def _multiply_few_rows():
     """Three weights through descriptors, and by pointers, with biases; one in eight leaves of K;
-    one along N, behind x; and one row.
+    one along N, behind x; and one row. Float8 with a scale for each row and for each block.
     """
     from interlace.gemm.kernels import gemv
-    from interlace.gemm.kernels.tiles import Tiling
+    from interlace.gemm.kernels.tiles import Scales, Tiling
 
     sizes = ("M", "K", "first_1", "first_2", "x_stride")
     each = [f"{name}_{index}" for name in ("N", "stride") for index in range(3)]
@@ -678,14 +689,22 @@ def _multiply_few_rows():
         ("bf16", 1, True, "w", described._replace(leaves=8, node="bf16")),
         ("fp32", 1, True, "x", described._replace(descriptors=False, w_along_k=False)),
         ("bf16", 3, True, "row", one_row),
+        ("fp8e4nv", 1, False, "w", described),
+        ("fp8e4nv", 1, False, "w", described._replace(block_scales="w")),
+        ("fp8e4nv", 1, True, "x", described._replace(descriptors=False, block_scales="x")),
+        ("fp8e4nv", 1, False, "row", one_row._replace(block_scales=True)),
     ):
+        is_scaled = dtype == "fp8e4nv"
+        pointer = "*fp32" if is_scaled else "constexpr"
         constants, tensors = {"FIRST": first, "TILING": tiling}, {"x": f"*{dtype}"}
+        tensors["scales"] = Scales(pointer, pointer, "i32", "i32")
         for index in range(3):
             for name in ("w", "bias", "y"):
                 if index >= weights or (name == "bias" and not has_bias):
                     constants[f"{name}_{index}"] = None
                 else:
-                    tensors[f"{name}_{index}"] = f"*{dtype}"
+                    is_operand = name == "w" or not is_scaled
+                    tensors[f"{name}_{index}"] = f"*{dtype if is_operand else 'bf16'}"
         if first != "row" and tiling.descriptors:
             tensors["x"] = f"tensordesc<{dtype}[16, 64]>"
             tensors |= {f"w_{index}": f"tensordesc<{dtype}[64, 64]>" for index in range(weights)}

@@ -78,6 +78,11 @@ def round_up(a: int, multiple: int) -> int:
     return ceil_div(a, multiple) * multiple
 
 
+def round_down(a: int, multiple: int) -> int:
+    """Return the largest multiple of ``multiple`` that is not above ``a``."""
+    return a // multiple * multiple
+
+
 def next_power_of_2(a: int) -> int:
     """Return the smallest power of two that is not below ``a``; 1 for ``a`` below 2."""
     return 1 << max(0, a - 1).bit_length()

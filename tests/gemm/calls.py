@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 import interlace
+from interlace.gemm.scaled import block_scale_shapes
 from interlace.registry import operator_named
 from interlace.testing.cases.base import DTYPES
 from interlace.testing.cases.products import exact_results, split_options
@@ -38,7 +39,7 @@ class Call:
         splits: None, or ``splits[s][d]`` rows from rank s to rank d (all-to-all), or a rank's rows
             (reduce-scatter, all-gather).
         w_along: What w is contiguous along, ``"K"`` or ``"N"``.
-        scale: float8's scales, one ``"tensor"`` or one a ``"row"``.
+        scale: float8's scales, one a ``"tensor"``, a ``"row"`` or a ``"block"``.
     """
 
     operator: str
@@ -68,9 +69,11 @@ class Call:
     @property
     def can_run(self) -> bool:
         """Whether ``impl`` takes these operands."""
-        return self.impl not in ("remote_stores", "chunked", "pushed") or (
-            self.dtype != "float8" and self.out_dtype is None
-        )
+        if self.impl not in ("remote_stores", "chunked", "pushed"):
+            return True
+        # What one kernel stores cannot be of 8 bits.
+        is_pushed_apart = self.operator == "all_gather_gemm" and self.impl == "pushed"
+        return self.out_dtype is None and not (self.dtype == "float8" and is_pushed_apart)
 
     @property
     def result_dtype(self) -> torch.dtype:
@@ -95,9 +98,16 @@ class Call:
                 self.columns, generator=shared if summed else generator
             ).to(self.result_dtype)
         if self.dtype == "float8":
-            shapes = ([rows, 1], [1, self.columns]) if self.scale == "row" else ([], [1])
+            shapes = {
+                "row": ([rows, 1], [1, self.columns]),
+                "tensor": ([], [1]),
+                "block": block_scale_shapes(tensors["x"], tensors["w"]),
+            }[self.scale]
             for name, shape in zip(("x_scale", "w_scale"), shapes, strict=True):
                 tensors[name] = torch.rand(shape, generator=generator) + 0.5
+            if self.scale == "block" and self.seed % 2:
+                # As cuBLAS reads them.
+                tensors["x_scale"] = tensors["x_scale"].T.contiguous().T
         return tensors
 
     def make(self, group: dist.ProcessGroup | None = None, **more: Any) -> Any:
@@ -131,8 +141,14 @@ class Call:
         """A rank's x, w and bias, dequantised."""
         tensors = {name: tensor.double() for name, tensor in self.inputs(rank).items()}
         if self.dtype == "float8":
-            tensors["x"] = tensors["x"] * tensors.pop("x_scale").reshape(-1, 1)
-            tensors["w"] = tensors["w"] * tensors.pop("w_scale").reshape(-1, 1)
+            for name, rows in (("x", 1), ("w", 128)):
+                matrix, scale = tensors[name], tensors.pop(f"{name}_scale")
+                if self.scale == "block":
+                    scale = scale.repeat_interleave(rows, 0)[: len(matrix)]
+                    scale = scale.repeat_interleave(128, 1)[:, : matrix.shape[1]]
+                else:
+                    scale = scale.reshape(-1, 1)
+                tensors[name] = matrix * scale
         return tensors
 
     def results(self, inputs: list[dict[str, torch.Tensor]]) -> list[torch.Tensor]:

@@ -4,6 +4,7 @@ that are not here. Several weights at once are in ``tests/operators/linears``.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from hypothesis import strategies as st
 from interlace.errors import ArgumentError
 from interlace.gemm import few_rows, operands
 from interlace.gemm.few_rows import FewRowsConfig
+from interlace.gemm.operands import FLOAT8
+from interlace.gemm.scaled import block_scale_shapes, dequantised
 from interlace.tuning.gpu import Gpu
 from interlace.units import ceil_div
 
@@ -47,6 +50,41 @@ def test_results(ranks: Any, dtype: torch.dtype) -> None:
     (errors,) = ranks(1).run(_errors, dtype)
     # The interpreter truncates where it converts to bfloat16.
     assert {case: e for case, e in errors.items() if e > 2 * torch.finfo(dtype).eps} == {}
+
+
+def _errors_with_scales() -> dict[Any, float]:
+    """Errors relative to float64, of float8 operands with scales of rows and of blocks: rows,
+    columns, K, tiles, and whether scales are of blocks.
+    """
+    torch.manual_seed(1)
+    errors = {}
+    for (rows, columns, inner, tiles), in_blocks in itertools.product(
+        (
+            (5, 40, 300, (16, 16, 32, 4, 1, 1)),  # what no tile divides
+            (20, 150, 256, (16, 32, 64, 4, 1, 0)),  # x is the first operand
+            (3, 260, 260, (16, 128, 256, 4, 1, 1)),  # a tile of as many rows as a block has
+            (1, 140, 400, (1, 4, 256, 1, 1, 1)),  # one row without the matrix unit
+            (1, 140, 384, (1, 4, 128, 1, 1, 1)),
+            (7, 33, 130, None),
+        ),
+        (False, True),
+    ):
+        x, w = torch.randn(rows, inner).to(FLOAT8), torch.randn(columns, inner).to(FLOAT8)
+        shapes = block_scale_shapes(x, w) if in_blocks else ([rows], [columns])
+        x_scale, w_scale = (torch.rand(shape) + 0.5 for shape in shapes)
+        y = torch.empty(rows, columns)
+        few_rows.multiply(
+            x, [w], [None], [y], tiles and FewRowsConfig(*tiles), scales=(x_scale, w_scale)
+        )
+        exact = dequantised(x, x_scale, 1).double() @ dequantised(w, w_scale, 128).double().T
+        error = (y.double() - exact).norm() / exact.norm()
+        errors[rows, columns, inner, tiles, in_blocks] = float(error)
+    return errors
+
+
+def test_results_with_scales(ranks: Any) -> None:
+    (errors,) = ranks(1).run(_errors_with_scales)
+    assert {case: e for case, e in errors.items() if e > 1e-6} == {}
 
 
 GPUS = [

@@ -23,6 +23,7 @@ from interlace import (
 from interlace.comm import MAX_PROGRAMS
 from interlace.costs import find_cost
 from interlace.gemm.launch import padded_columns
+from interlace.gemm.operands import RowPart
 from interlace.gemm.splits import balanced
 from interlace.language import primitives
 from interlace.units import ceil_div
@@ -136,9 +137,10 @@ def test_costs_are_the_counted_traffic(ranks, operator, impl, world_size):
                 "chunked",
             ):  # in pieces of as many rows as a tile has
                 owned = call.splits or balanced(call.rows, world_size)
-                besides = _STAMP_BYTES * sum(
-                    ceil_div(rows, 16) for peer, rows in enumerate(owned) if peer != rank
-                )
+                rows_of_peers = [rows for peer, rows in enumerate(owned) if peer != rank]
+                padding = padded_columns(call.columns, call.result_dtype) - call.columns
+                besides = _STAMP_BYTES * sum(ceil_div(rows, 16) for rows in rows_of_peers)
+                besides += padding * call.result_dtype.itemsize * sum(rows_of_peers)
             if operator == "all_gather_gemm" and call.dtype == "float8":
                 besides = _SCALE_BYTES * call.rows_of(rank) * (world_size - 1)
             if (operator, impl) == (
@@ -324,7 +326,8 @@ def _padding_that_libraries_see(call, module, product):
     multiply = getattr(module, product)
 
     def watched(first, second, *extra, **more):
-        for operand in (first, second):
+        operands = second if isinstance(second, RowPart) else (second,)
+        for operand in (first, *operands):
             if (
                 isinstance(operand, torch.Tensor)
                 and operand.dim() > 1
@@ -357,9 +360,11 @@ def _padding(impl):
     from interlace.gemm.implementations import pushed
     from interlace.operators.all_gather_gemm import fused
 
-    module = pushed if impl == "pushed" else fused
+    module, product = (
+        (pushed, "multiply_by_faster") if impl == "pushed" else (fused, "multiply_into")
+    )
     call = functools.partial(_padded_gather, impl=impl)
-    return _padding_that_libraries_see(call, module, "multiply_into")
+    return _padding_that_libraries_see(call, module, product)
 
 
 @pytest.mark.parametrize("impl", ["chunked", "pushed"])

@@ -77,9 +77,14 @@ SCALES = "must be [] or [1], or"
             "w_scale must be given, as w is float8; got none. Pass torch.ones(1) if there is "
             "none."),
         (_t(2, 4, dtype=f8), _t(5, 4, dtype=f8), ONE | {"x_scale": _t(4)},
-            f"x_scale {SCALES} [M] or [2, 1] with M = 2; got shape [4]."),
+            f"x_scale {SCALES} [M] or [2, 1] with M = 2; or both for blocks, x_scale [2, 1] and "
+            "w_scale [1, 1]; got shape [4]."),
+        (_t(2, 260, dtype=f8), _t(5, 260, dtype=f8), ONE | {"x_scale": _t(2, 3)},
+            f"x_scale {SCALES} [M] or [2, 1] with M = 2; or both for blocks, x_scale [2, 3] and "
+            "w_scale [1, 3]; got shape [2, 3]."),
         (_t(2, 4, dtype=f8), _t(5, 4, dtype=f8), ONE | {"w_scale": _t(5, 1)},
-            f"w_scale {SCALES} [N] or [1, 5] with N = 5; got shape [5, 1]."),
+            f"w_scale {SCALES} [N] or [1, 5] with N = 5; or both for blocks, x_scale [2, 1] and "
+            "w_scale [1, 1]; got shape [5, 1]."),
         (_t(2, 4, dtype=f8), _t(5, 4, dtype=f8), ONE | {"x_scale": _t(2, dtype=bf16)},
             "x_scale must be float32 on cpu, like x; got torch.bfloat16 on cpu."),
         (_t(2, 4, dtype=f8).requires_grad_(), _t(5, 4, dtype=f8), ONE,
@@ -265,7 +270,7 @@ def test_explain_takes_what_may_follow_the_operands():
 
 
 EVEN = "rows that are split evenly"
-SAME = "a result of the dtype of x"
+SAME = "a result of the dtype that comes by default"
 
 
 @pytest.mark.parametrize(

@@ -250,25 +250,29 @@ def test_ranks_fail_together(ranks, impl):
         (Call("gemm_reduce_scatter", 7, 8, 4, impl="pushed"), "rows that are split evenly"),
         (Call("gemm_all_reduce", 8, 8, 4, bias=True, impl="remote_stores"), "no bias"),
         (
-            Call("gemm_all_reduce", 8, 8, 4, "float8", impl="remote_stores"),
-            "a result of the dtype of x",
+            Call(
+                "gemm_all_reduce",
+                8,
+                8,
+                4,
+                "float8",
+                True,
+                out_dtype="float16",
+                impl="remote_stores",
+            ),
+            "a result of the dtype that comes by default and no bias",
         ),
         (
-            Call("gemm_all_reduce", 8, 8, 4, "float8", bias=True, impl="remote_stores"),
-            "a result of the dtype of x and no bias",
+            Call("gemm_reduce_scatter", 7, 8, 4, "float8", out_dtype="float32", impl="chunked"),
+            "a result of the dtype that comes by default",
         ),
-        (
-            Call("gemm_all_reduce", 7, 8, 4, "float8", impl="chunked"),
-            "a result of the dtype of x",
-        ),
-        (
-            Call("gemm_reduce_scatter", 7, 8, 4, "float8", impl="chunked"),
-            "a result of the dtype of x",
-        ),
-        (Call("all_gather_gemm", 7, 8, 4, "float8", impl="chunked"), "a result of the dtype of x"),
         (
             Call("all_gather_gemm", 7, 8, 4, "float16", out_dtype="float32", impl="chunked"),
-            "a result of the dtype of x",
+            "a result of the dtype that comes by default",
+        ),
+        (
+            Call("all_gather_gemm", 7, 8, 4, "float8", impl="pushed"),
+            "float16, bfloat16 or float32 operands",
         ),
     ],
 )

@@ -140,6 +140,18 @@ def test_matches_float64(ranks: Any, world_size: int, operator: str, impl: str) 
     ]  # fmt: skip
     more = {"out_dtype": "float32", "impl": impl}
     calls.append(Call(operator, 4, 8, 16, "float8", True, scale="tensor", **more))
+    calls += [
+        Call(
+            operator, _rows(operator, rows, world_size), columns, inner, "float8", bias,
+            given_splits if is_split else None, impl=impl, scale="block", w_along=along, seed=seed,
+        )
+        for seed, rows, columns, inner, bias, is_split, along in [
+            (0, 5, 19, 140, True, False, "K"),
+            (1, 11, 144, 272, False, True, "N"),
+            (2, 1, 130, 8, False, False, "K"),
+            (3, 4, 3, 300, True, False, "K"),
+        ]
+    ]  # fmt: skip
     rows = 4 if operator == "gemm_all_to_all" else 9
     calls.append(Call(operator, rows, 8, 16, "bfloat16", True, **more))
     if operator == "gemm_all_to_all":

@@ -48,6 +48,9 @@ KINDS = [
     (320, 64, "float32", True, False, "K"),
     (256, 384, "float8", True, True, "K"),
     (256, 384, "float8", False, False, "N"),
+    (384, 768, "float8 in blocks", True, True, "K"),  # cuBLAS needs padding of w's scales
+    (272, 1024, "float8 in blocks", False, False, "K"),
+    (130, 520, "float8 in blocks", False, False, "K"),  # cuBLAS takes no such columns
 ]
 
 
@@ -66,6 +69,7 @@ def _calls(operator: str, world_size: int) -> list[Call]:
             given = given and operator != "gemm_all_reduce"
             splits = _splits(operator, world_size) if given else None
             rows = sum(splits) if given and operator == "gemm_reduce_scatter" else 128 * world_size
+            dtype, _, in_blocks = dtype.partition(" ")
             calls.append(
                 Call(
                     operator,
@@ -76,6 +80,7 @@ def _calls(operator: str, world_size: int) -> list[Call]:
                     bias,
                     splits,
                     w_along=along,
+                    scale="block" if in_blocks else "row",
                     impl=impl,
                     seed=i,
                 )

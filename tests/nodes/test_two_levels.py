@@ -217,7 +217,7 @@ def _refusal(nodes, call):
     [
         ((0, 0, 1, 1), 10, {}, "rows that are split evenly"),
         ((0, 0, 0, 1), 8, {}, "as many ranks on every node"),
-        ((0, 0, 1, 1), 8, {"out_dtype": "bfloat16"}, "a result of the dtype of x"),
+        ((0, 0, 1, 1), 8, {"out_dtype": "bfloat16"}, "a result of the dtype that comes by default"),
     ],
 )
 def test_calls_that_need_the_pair_are_refused_on_every_rank_and_run_by_auto(

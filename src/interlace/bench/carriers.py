@@ -28,7 +28,11 @@ def collectives(case: TimedProduct) -> dict[str, Step]:
         case "reduce_scatter":
             return {"NCCL": lambda i: scatter(shard, case.received, group)}
         case "all_gather":
-            return {"NCCL": lambda i: gather(case.gathered, case.operands(i)[0], group)}
+            # Bytes: not every library knows float8.
+            is_narrow = case.gathered.element_size() == 1
+            kind = torch.uint8 if is_narrow else case.gathered.dtype
+            gathered = case.gathered.view(kind)
+            return {"NCCL": lambda i: gather(gathered, case.operands(i)[0].view(kind), group)}
         case "all_reduce":
             return _all_reduces(case)
     return {}

@@ -44,6 +44,7 @@ class Draw:
         w_along_k: Whether the weight is contiguous along K, as in ``nn.Linear``; else along N.
         x_padding: Elements between the end of a row of x and the next one.
         has_bias: Whether there is a bias.
+        has_block_scales: Whether float8 operands have a scale for each block, else one each.
     """
 
     pattern: tuple[str, str]
@@ -56,6 +57,7 @@ class Draw:
     w_along_k: bool = True
     x_padding: int = 0
     has_bias: bool = False
+    has_block_scales: bool = False
 
 
 def draws(seed: int, world_size: int, dtype: str = "bfloat16") -> Iterator[Draw]:
@@ -75,13 +77,19 @@ def draws(seed: int, world_size: int, dtype: str = "bfloat16") -> Iterator[Draw]
 
 
 def in_turn(draw: Callable[[tuple[str, str]], Draw], dtype: str) -> Iterator[Draw]:
-    """Yield a call of each operator in turn, without end; too large ones are drawn again."""
+    """Yield a call of each operator in turn, without end; too large ones are drawn again.
+
+    Half of the calls of float8 have scales of blocks.
+    """
+    is_scaled, chance = dtype.startswith("float8"), random.Random(0)
     while True:
         for pattern in PATTERNS:
             while True:
                 drawn = draw(pattern)
                 if 2 * drawn.rows * drawn.columns * drawn.inner <= MOST_FLOPS[dtype]:
                     break
+            if is_scaled and chance.random() < 0.5:
+                drawn = dataclasses.replace(drawn, has_block_scales=True)
             yield drawn
 
 

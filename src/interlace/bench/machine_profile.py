@@ -112,7 +112,10 @@ def points_of(
                 rows, columns, inner = (int(result[name]) for name in declaration.sizes)
                 dtype, ranks = str(result["dtype"]), int(result["world_size"])
                 w_along_k = bool(result.get("w_along_k", True))
-                call = SizedCall.of_dtype(dtype, rows, columns, inner, ranks, w_along_k=w_along_k)
+                call = dataclasses.replace(
+                    SizedCall.of_dtype(dtype, rows, columns, inner, ranks, w_along_k=w_along_k),
+                    has_block_scales=bool(result.get("has_block_scales")),
+                )
                 tile = tile_of(str(result["config"]))
                 # Nothing is fitted where nothing is predicted: by kernels for few rows, with more
                 # rows or with a weight that they copy.

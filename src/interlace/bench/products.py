@@ -21,7 +21,9 @@ from interlace.gemm import schema
 from interlace.gemm.config import GemmConfig
 from interlace.gemm.operands import FLOAT8, Operands
 from interlace.gemm.operator import GemmOperator, product_operator
-from interlace.gemm.terms import Terms
+from interlace.gemm.reference import product
+from interlace.gemm.scaled import block_scale_shapes
+from interlace.gemm.terms import Terms, default_output_dtype
 from interlace.operators.gemm_reduce_scatter import GemmReduceScatterConfig
 from interlace.operators.gemm_reduce_scatter.fused import prepare
 
@@ -52,6 +54,7 @@ class ProductShape:
         w_along_k: Whether w is contiguous along K; else along N.
         x_padding: Elements between the end of a row of x and the next one.
         has_bias: Whether there is a bias.
+        has_block_scales: Whether float8 operands have a scale for each block, else one each.
     """
 
     operator: str
@@ -62,6 +65,7 @@ class ProductShape:
     w_along_k: bool = True
     x_padding: int = 0
     has_bias: bool = False
+    has_block_scales: bool = False
 
     def __str__(self) -> str:
         return f"{self.rows} x {self.columns} x {self.inner}"
@@ -73,8 +77,7 @@ class ProductShape:
         The parts and the output are rounded, by half a unit in the last place, uniformly (/
         sqrt(3)); sums over K are float32.
         """
-        result_dtype = torch.bfloat16 if self.dtype == FLOAT8 else self.dtype
-        return rounding_error(result_dtype, self.inner, 2.0)
+        return rounding_error(default_output_dtype(self.dtype), self.inner, 2.0)
 
 
 class TimedProduct(Benchmark[Any]):
@@ -83,8 +86,9 @@ class TimedProduct(Benchmark[Any]):
     Attributes:
         sets: Pairs of x and w.
         bias: ``[columns]``, or None.
-        scale: The scale of float8 operands; None for other dtypes.
+        scales: ``x_scale`` and ``w_scale`` of float8 operands; None for other dtypes.
         gathered: The x that stock pairs multiply: all ranks' rows, if the operator gathers them.
+        gathered_scale: The scale of these rows.
         product, received: The memory of stock pairs.
         choice: What ``impl="auto"`` runs.
     """
@@ -119,13 +123,17 @@ class TimedProduct(Benchmark[Any]):
             # The same on every rank, as a bias must be.
             same = torch.Generator(device).manual_seed(0)
             bias = torch.randn(shape.columns, generator=same, device=device)
-            self.bias = bias.to(shape.dtype)
-        self.scale = torch.ones([], device=device) if shape.dtype == FLOAT8 else None
-        self.gathered = (
-            random(shape.rows, shape.inner) if self.operator.returns_gathered else self.sets[0][0]
-        )
+            self.bias = bias.to(default_output_dtype(shape.dtype))
+        self.gathered, w = self.sets[0]
+        self.scales = self._scales(self.gathered, w)
+        self.gathered_scale = self.scales[0]
+        if self.operator.returns_gathered:
+            self.gathered = random(shape.rows, shape.inner)
+            self.gathered_scale, _ = self._scales(self.gathered, w)
         # Collectives alone send this memory, and sums of what torch.empty finds may be NaN or slow.
-        self.product = torch.zeros(shape.rows, shape.columns, dtype=shape.dtype, device=device)
+        self.product = torch.zeros(
+            shape.rows, shape.columns, dtype=default_output_dtype(shape.dtype), device=device
+        )
         self.received = torch.empty_like(self.product)
         self.choice = self.operator.choose(
             rows=shape.rows,
@@ -135,7 +143,27 @@ class TimedProduct(Benchmark[Any]):
             world_size=ranks,
             device=device,
             w_along_k=shape.w_along_k,
+            has_block_scales=shape.has_block_scales,
         )
+
+    def _scales(
+        self, x: torch.Tensor, w: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
+        """Return scales of float8 operands: ones, or for blocks powers of two, so that products
+        with them have no other roundings.
+        """
+        if self.shape.dtype != FLOAT8:
+            return None, None
+        if not self.shape.has_block_scales:
+            one = torch.ones([], device=x.device)
+            return one, one
+        generator = torch.Generator(x.device).manual_seed(2 + self.owner.rank)
+        of_x, of_w = (
+            torch.exp2(torch.randint(-1, 2, shape, generator=generator, device=x.device))
+            for shape in block_scale_shapes(x, w)
+        )
+        # cuBLAS reads scales of x along rows, and programs for it write them so.
+        return of_x.T.contiguous().T, of_w
 
     def operands(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return x and w of the i-th call."""
@@ -150,8 +178,8 @@ class TimedProduct(Benchmark[Any]):
             w,
             self.bias,
             splits=[None] * len(self.operator.split_names),
-            x_scale=self.scale,
-            w_scale=self.scale,
+            x_scale=self.scales[0],
+            w_scale=self.scales[1],
             out_dtype=None,
             group=self.group,
             impl=impl,
@@ -164,12 +192,19 @@ class TimedProduct(Benchmark[Any]):
         """Multiply on this rank alone, by cuBLAS."""
         x, w = self.operands(i)
         x = self.gathered if self.operator.returns_gathered else x
-        return torch.mm(x, w.T, out=self.product if out is None else out)
+        y = self.product if out is None else out
+        if self.shape.dtype == FLOAT8:
+            (_, w_scale), x_scale = self.scales, self.gathered_scale
+            y.copy_(product(Operands(x, w, None, x_scale, w_scale, y.dtype)))
+            return y
+        return torch.mm(x, w.T, out=y)
 
     def expected(self, i: int) -> torch.Tensor:
         """Return the result in float64; the unfused pair's for a collective of no library."""
         x, w = self.operands(i)
-        if self.operator.collective not in carriers.COLLECTIVES:
+        is_stock = self.operator.collective in carriers.COLLECTIVES
+        # Float8 is multiplied by cuBLAS, whose sums have other digits.
+        if not is_stock or self.shape.dtype == FLOAT8:
             return self.call(i, "unfused").double()
         if self.operator.returns_gathered:
             gathered = torch.empty(
@@ -241,7 +276,8 @@ class TimedProduct(Benchmark[Any]):
         def call(i: int) -> None:
             x, w = self.operands(i)
             x = self.gathered if self.operator.returns_gathered else x
-            operands = Operands(x, w, None, None, None, x.dtype).for_kernel()
+            (_, w_scale), x_scale = self.scales, self.gathered_scale
+            operands = Operands(x, w, None, x_scale, w_scale, self.product.dtype).for_kernel()
             prepare(solo, operands, [len(x)], self.received, solo_config)()
 
         return call
@@ -260,6 +296,7 @@ class TimedProduct(Benchmark[Any]):
             columns=shape.columns,
             inner=shape.inner,
             itemsize=shape.dtype.itemsize,
+            output_itemsize=default_output_dtype(shape.dtype).itemsize,
             world_size=self.owner.world_size,
         )
         return LeastWork(cost.memory_bytes + cost.receive_bytes, cost.link_bytes, cost.flops)
@@ -326,7 +363,13 @@ def tune(shape: ProductShape, group: dist.ProcessGroup | None = None) -> GemmCon
     return best
 
 
-def measure(work: tuple[str, int, int, int], *, dtype: str, tunes: bool) -> list[dict[str, Any]]:
-    """Benchmark ``(operator, M, N, K)``, with the best configuration if ``tunes``."""
-    shape = ProductShape(*work, getattr(torch, dtype))
+def measure(
+    work: tuple[str, int, int, int], *, dtype: str, tunes: bool, block_scales: bool = False
+) -> list[dict[str, Any]]:
+    """Benchmark ``(operator, M, N, K)``, with the best configuration if ``tunes``.
+
+    Args:
+        block_scales: Whether float8 operands have a scale for each block.
+    """
+    shape = ProductShape(*work, getattr(torch, dtype), has_block_scales=block_scales)
     return [bench(shape, tune(shape) if tunes else None)]

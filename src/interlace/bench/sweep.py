@@ -44,6 +44,7 @@ def operands_of(draw: Draw, dtype: str) -> products.TimedProduct:
         draw.w_along_k,
         draw.x_padding,
         draw.has_bias,
+        draw.has_block_scales,
     )
     return products.TimedProduct(shape)
 

@@ -13,7 +13,7 @@ import typer
 from interlace.bench import products
 from interlace.cli import bench, scripts
 from interlace.cli.operator_commands import title_of
-from interlace.cli.options import HalfDtype, JsonFile, Ranks, Run, TableFile, shape_option
+from interlace.cli.options import JsonFile, Ranks, Run, TableFile, shape_option
 from interlace.cli.outputs import Outputs
 from interlace.errors import ArgumentError
 from interlace.registry import Operator, operators
@@ -22,11 +22,12 @@ SHAPES = (
     "8192x8192x2048", "4096x8192x2048", "16384x7168x2048", "8192x8192x7168", "4096x4096x14336",
     "1024x8192x7168", "256x8192x7168", "64x8192x7168",
 )  # fmt: skip
-DTYPES = ("bfloat16", "float16")
-"""Dtypes that both cuBLAS and NCCL take."""
+DTYPES = ("bfloat16", "float16", "float8_e4m3fn")
+"""Dtypes that cuBLAS takes, and whose results NCCL does."""
 
 _COMPARED = ("all_to_all", "reduce_scatter")  # collectives whose transports can be compared
 
+_Dtype = Annotated[str, typer.Option(help="bfloat16, float16 or float8_e4m3fn.")]
 _PRODUCTS = shape_option(
     "MxNxK", "One rank's product, say 8192x8192x2048; several times. \\[default: eight]"
 )
@@ -59,16 +60,22 @@ def add_commands(operator: Operator, bench_app: typer.Typer, tune_app: typer.Typ
             ),
         ] = False,
         world_size: Ranks = None,
-        dtype: HalfDtype = "bfloat16",
+        dtype: _Dtype = "bfloat16",
+        block_scales: Annotated[
+            bool,
+            typer.Option("--block-scales", help="Give float8 operands a scale for each block."),
+        ] = False,
         json_file: JsonFile = None,
     ) -> None:
+        if block_scales and dtype != DTYPES[-1]:
+            raise ArgumentError(f"--block-scales must be given with {DTYPES[-1]}; got {dtype}.")
         run, work = Run(world_size, dtype, Outputs(json=json_file)), parse(shape, dtype)
         if transports:
             _require_transports(operator.name)
             compared = scripts.benchmark("transports")
             bench.run_bench(operator.name, work, compared.measure, run, table=compared.table)
         else:
-            measure = functools.partial(products.measure, tunes=tune)
+            measure = functools.partial(products.measure, tunes=tune, block_scales=block_scales)
             bench.run_bench(operator.name, work, measure, run)
 
     @tune_app.command(
@@ -78,7 +85,7 @@ def add_commands(operator: Operator, bench_app: typer.Typer, tune_app: typer.Typ
     def tune_operator(
         shape: list[str] | None = _PRODUCTS,
         world_size: Ranks = None,
-        dtype: HalfDtype = "bfloat16",
+        dtype: _Dtype = "bfloat16",
         json_file: JsonFile = None,
         *,
         table: TableFile,

@@ -33,7 +33,6 @@ Nodes = Annotated[
     ),
 ]
 Dtype = Annotated[str, typer.Option(help="bfloat16, float16 or float32.")]
-HalfDtype = Annotated[str, typer.Option(help="bfloat16 or float16.")]
 
 
 def shape_option(names: str, description: str) -> Any:

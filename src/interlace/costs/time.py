@@ -70,6 +70,14 @@ profile with 1.15 chooses best at calls that it has not seen, with 1 and 1.3 wor
 """
 
 
+_BLOCK_SCALES, _OWN_BLOCK_SCALES = 1.15, 1.9
+"""How much longer the library, and our tiles, take for a product of float8 operands with a scale
+for each block than with one for each matrix. Sums go from the matrix unit to registers and are
+scaled there after each block of K, which our tiles do not do beside the next block's product:
+0.89 to 1.36 and 1.7 to 2.0 times as long in five products on an H200 (decision 0031).
+"""
+
+
 _STAGING_US = 5.0
 """What staging rows takes beside the copy. Rows in place save 11 us more than the copy in the
 median of 28 sizes on two H200s; with more than 7, calls of few rows would take what is slower.
@@ -131,6 +139,7 @@ class SizedCall:
         output_itemsize: Bytes of an element of the result; ``itemsize`` if it is None.
         is_exact: Whether the product is of float32 without tensor cores.
         w_along_k: Whether w is contiguous along K; else it is along N.
+        has_block_scales: Whether float8 operands have a scale for each block.
     """
 
     rows: int
@@ -141,6 +150,7 @@ class SizedCall:
     output_itemsize: int | None = None
     is_exact: bool = False
     w_along_k: bool = True
+    has_block_scales: bool = False
 
     @property
     def size(self) -> tuple[int, ...]:
@@ -429,7 +439,10 @@ class MachineProfile:
             rates = self.product
             return rates.own_float32_flops_per_s if own else rates.float32_flops_per_s
         # Tensor cores multiply 8-bit operands twice as fast as 16-bit ones.
-        return self.product.flops_per_s * 2 / call.itemsize
+        flops_per_s = self.product.flops_per_s * 2 / call.itemsize
+        if call.has_block_scales:
+            flops_per_s /= _OWN_BLOCK_SCALES if own else _BLOCK_SCALES
+        return flops_per_s
 
     def library_product_us(
         self, call: SizedCall, rows: int | None = None, products: int = 1

@@ -17,7 +17,8 @@ import torch
 from interlace.costs.known_profiles import cached_by_profiles, profile_of
 from interlace.costs.time import MachineProfile, SizedCall
 from interlace.gemm.config import GemmConfig
-from interlace.gemm.terms import Terms
+from interlace.gemm.scaled import SCALE_BLOCK
+from interlace.gemm.terms import Terms, default_output_dtype
 from interlace.registry import operator_named
 from interlace.tuning.choice import Choice, by_table, on_cpu
 from interlace.tuning.configuration import Configuration
@@ -79,6 +80,7 @@ def choose_on(
     out_dtype: torch.dtype | None = None,
     w_along_k: bool = True,
     in_place: bool = False,
+    has_block_scales: bool = False,
     default: str = "fused",
 ) -> Choice[Config]:
     """Return the implementation that takes the least time on a GPU, which need not be here.
@@ -89,6 +91,7 @@ def choose_on(
         out_dtype: The dtype of the result, if it is not the one that comes by default.
         w_along_k: Whether w is contiguous along K; else it is along N.
         in_place: Whether peers can read rows of x where they lie.
+        has_block_scales: Whether float8 operands have a scale for each block.
         default: The implementation to take where no time is known.
     """
     sizes = {"rows": rows, "columns": columns, "inner": inner}
@@ -98,6 +101,7 @@ def choose_on(
         inner=inner,
         dtype=dtype,
         shared_bytes=gpu.shared_bytes,
+        has_block_scales=has_block_scales,
     )
     tabulated = by_table(operator, gpu.name, sizes, dtype, world_size, start, default)
     if world_size > 1:
@@ -105,10 +109,11 @@ def choose_on(
         call = SizedCall.of_dtype(
             str(dtype).removeprefix("torch."), **sizes, world_size=world_size, w_along_k=w_along_k
         )
-        # Float8 has a wider result.
-        converts = dtype.itemsize == 1 if out_dtype is None else out_dtype != dtype
+        call = dataclasses.replace(call, has_block_scales=has_block_scales)
+        result_dtype = default_output_dtype(dtype)
+        converts = out_dtype not in (None, result_dtype)
         terms = Terms(
-            rows, "cuda", dtype, rows * columns * dtype.itemsize, world_size,
+            rows, "cuda", dtype, rows * columns * result_dtype.itemsize, world_size,
             converts=converts, is_even=rows % world_size == 0, w_along_k=w_along_k,
         )  # fmt: skip
         if out_dtype is not None and converts:
@@ -184,7 +189,13 @@ def fastest(
 
 
 def default_config(
-    config_type: type[Config], *, rows: int, inner: int, dtype: torch.dtype, shared_bytes: int
+    config_type: type[Config],
+    *,
+    rows: int,
+    inner: int,
+    dtype: torch.dtype,
+    shared_bytes: int,
+    has_block_scales: bool = False,
 ) -> Config:
     """Return a valid configuration if nothing has been measured: the largest tiles that fit.
 
@@ -193,11 +204,16 @@ def default_config(
         inner: K. Tiles of a long one leave time enough for the links; programs then need not begin
             in turn.
         shared_bytes: Shared memory that a program may have.
+        has_block_scales: Whether float8 operands have a scale for each block. Steps along K are
+            then within a block, and sums are in registers twice, for which the largest tiles have
+            none.
     """
     block_k = {1: 128, 2: 64}.get(dtype.itemsize, 32)
     for block_m, block_n, warps in _TILES:
         # A tile of twice a rank's rows would be half empty.
         if block_m > 64 and block_m >= 2 * rows:
+            continue
+        if has_block_scales and block_n > SCALE_BLOCK:
             continue
         # Three stages of operands, and a tile on its way to a peer.
         operand_bytes = 3 * (block_m + block_n) * block_k * dtype.itemsize

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import gc
 import logging
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ from interlace.gemm.invariance import (
 )
 from interlace.gemm.operands import Operands
 from interlace.gemm.operator import GemmOperator, Splits
+from interlace.gemm.scaled import SCALE_BLOCK
 from interlace.gemm.terms import Terms
 from interlace.mapped.meeting import StreamMeeting
 from interlace.registry import Implementation
@@ -507,7 +508,9 @@ def _decide(
     if config:
         chosen = chosen.with_text(operator, config)
     if leaves:
-        chosen = _in_leaves(chosen, operands.inner // leaves)
+        chosen = _with_steps(chosen, functools.partial(_step_in_leaf, operands.inner // leaves))
+    if operands.has_block_scales:
+        chosen = _with_steps(chosen, functools.partial(min, SCALE_BLOCK))
     # Where the caller has decided there is nothing to measure.
     is_open = impl in operator.choosers and is_free and not config
     log.debug(
@@ -528,12 +531,16 @@ def _decide(
     )
 
 
-def _in_leaves(choice: Choice[Any], leaf: int) -> Choice[Any]:
-    """Return a choice whose configurations cut ``leaf`` columns of K into whole steps."""
+def _step_in_leaf(leaf: int, block_k: int) -> int:
+    """Return a step that cuts ``leaf`` columns of K into whole ones."""
+    return invariance.block_in_leaf(block_k, leaf)
+
+
+def _with_steps(choice: Choice[Any], fitting_step: Callable[[int], int]) -> Choice[Any]:
+    """Return a choice whose configurations go along K in other steps."""
 
     def fitting(config: Any) -> Any:
-        block_k = invariance.block_in_leaf(config.block_k, leaf)
-        return dataclasses.replace(config, block_k=block_k)
+        return dataclasses.replace(config, block_k=fitting_step(config.block_k))
 
     configs = {name: fitting(config) for name, config in choice.configs.items()}
     return dataclasses.replace(choice, config=fitting(choice.config), configs=configs)
@@ -554,6 +561,7 @@ def _choose(
         world_size=group.world_size,
         w_along_k=operands.w_along_k,
         **({} if place is None else {"in_place": True}),
+        **({"has_block_scales": True} if operands.has_block_scales else {}),
     )
     if not group.spans_nodes:
         return choice

@@ -39,12 +39,14 @@ class Staging:
         rows: The largest number of rows of any rank.
         inner: K, the elements of a row.
         dtype: The dtype of the rows.
+        scales: The float32 scales that each row has.
     """
 
     operator: str
     rows: int
     inner: int
     dtype: torch.dtype
+    scales: int = 0
 
     @property
     def width(self) -> int:
@@ -64,7 +66,7 @@ class Staging:
         """Return the size of the workspace that holds the staged rows."""
         # A copy's address must be known on the host before the call's epoch, so the rows span both
         # halves of the workspace instead of alternating between them by epoch.
-        nbytes = self.scale_offset + 4 * self.rows
+        nbytes = self.scale_offset + 4 * self.rows * self.scales
         return WorkspaceSize(self.operator, ceil_div(nbytes, 2), layout.HEADER + ranks)
 
     def workspace(self, group: Group) -> Workspace:
@@ -125,7 +127,7 @@ def begin(
         group: The ranks.
         staging: The layout of staged rows.
         x: This rank's rows, ``[m, K]``, contiguous along K.
-        x_scale: The scale or scales of float8 rows; else None.
+        x_scale: The scale of float8 rows, or contiguous scales, as many as each has; else None.
         gathered: The memory for all rows, contiguous, padding included.
         pieces: The copies from each peer, in the order in which they are enqueued.
         mark: The number from the ranks' agreement.
@@ -165,6 +167,7 @@ def begin(
         "OWN": own_address is not None,
         "INNER_ALIGN": align,
         "FACTOR": known_factor(x.shape[1], row_stride(x)),
+        "SCALES": staging.scales,
     }
     # 1. Stage this rank's rows in symmetric memory, unless they are there, and tell the peers.
     programs = 2 if group.backend == "cpu" else _STAGERS_PER_SM * processors(group.device)

@@ -25,8 +25,9 @@ from interlace.comm.launching.kernels import (
 from interlace.comm.runtime.interpreter import require
 from interlace.errors import ArgumentError
 from interlace.gemm.invariance import block_in_leaf, has_one_arithmetic
-from interlace.gemm.launch import moves_tiles, row_stride
+from interlace.gemm.launch import moves_tiles, row_stride, scale_stride
 from interlace.gemm.operands import contiguous_dimension, is_aligned
+from interlace.gemm.scaled import SCALE_BLOCK
 from interlace.tuning.configuration import Configuration, between, power_of_two
 from interlace.tuning.gpu import Gpu
 from interlace.units import ceil_div, next_power_of_2
@@ -77,6 +78,7 @@ def multiply(
     *,
     is_batch_invariant: bool = False,
     leaves: int = 1,
+    scales: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
     """Compute ``x @ w.T, + bias`` for each weight, in one kernel on the current stream.
 
@@ -90,12 +92,15 @@ def multiply(
         is_batch_invariant: Whether one row must be multiplied as several are.
         leaves: Parts of K whose sums are added in a tree of pairs, rounded to the dtype of the
             results; see :func:`interlace.batch_invariant`.
+        scales: ``x_scale`` and ``w_scale`` of float8 operands with a single weight along K, as
+            ``Operands`` has them; None for other dtypes.
 
     Raises:
         ArgumentError: One of several weights is not contiguous along K.
     """
     require(x.device.type)
     from interlace.gemm.kernels.few_rows import multiply_few_rows
+    from interlace.gemm.kernels.tiles import Scales
 
     along_k = all(contiguous_dimension(w) == 1 for w in weights)
     if not along_k and len(weights) > 1:
@@ -107,6 +112,13 @@ def multiply(
         config = default_config(
             x, sum(map(len, weights)), along_k=along_k, by_matrix_unit=by_matrix_unit
         )
+    x_scale = w_scale = None
+    in_blocks = False
+    if scales is not None:
+        x_scale, w_scale = (scale.contiguous() for scale in scales)
+        in_blocks = x_scale.dim() == 2
+    if in_blocks:
+        config = _within_blocks(config, x, weights[0])
     if leaves > 1:
         block_k = block_in_leaf(config.block_k, x.shape[1] // leaves)
         config = dataclasses.replace(config, block_k=block_k)
@@ -122,6 +134,7 @@ def multiply(
         "K": x.shape[1],
         "first_1": tiles[0],
         "first_2": sum(tiles[:2]),
+        "scales": Scales(x_scale, w_scale, scale_stride(x_scale), scale_stride(w_scale)),
     }
     # The kernel has arguments for three weights; none of its programs is for an absent one.
     for index in range(MOST_WEIGHTS):
@@ -142,10 +155,13 @@ def multiply(
     constants = {
         "FIRST": "row" if is_row else "w" if weight_first else "x",
         "TILING": (
-            _tiling_of_a_row(x, weights, config)
+            _tiling_of_a_row(x, weights, config)._replace(block_scales=in_blocks)
             if is_row
             else _tiling(config, weight_first, along_k, descriptors, _factor(x, weights))._replace(
-                leaves=leaves, node=triton_dtype(results[0].dtype).name
+                leaves=leaves,
+                node=triton_dtype(results[0].dtype).name,
+                # Of the operand that comes second where the weight is the first.
+                block_scales="" if not in_blocks else "w" if weight_first else "x",
             )
         ),
         "num_warps": config.num_warps,
@@ -153,6 +169,24 @@ def multiply(
     }
     with torch.cuda.device(x.device if x.device.type == "cuda" else -1):
         Launch(multiply_few_rows, (sum(tiles),), arguments, constants)()
+
+
+def _within_blocks(config: FewRowsConfig, x: torch.Tensor, w: torch.Tensor) -> FewRowsConfig:
+    """Return tiles for float8 operands with a scale for each block, whose steps along K, and tiles'
+    rows of the weight, are within one.
+
+    The sizes are those that were the fastest of some 20 at 20 shapes on an H200 (decision 0031).
+    """
+    columns, block_k = min(config.columns, SCALE_BLOCK), min(config.block_k, SCALE_BLOCK)
+    if config.rows == 1 or x.device.type == "cpu":
+        return dataclasses.replace(config, columns=columns, block_k=block_k)
+    rows, (width, inner) = config.rows, w.shape
+    if len(x) > 64:
+        return FewRowsConfig(128, SCALE_BLOCK, SCALE_BLOCK, 8, 3, weight_first=0)
+    processors = Gpu.of(x.device).processors
+    is_wide = rows == 64 and ceil_div(width, 64) > 2 * processors
+    stages = 6 if inner > 4096 and not is_wide else 4
+    return FewRowsConfig(rows, 128 if is_wide else 64, SCALE_BLOCK, 4, stages)
 
 
 def _tiling(

@@ -154,6 +154,7 @@ def constants(
             factor=known_factor(operands.columns, operands.inner, *_strides(operands)),
             leaves=max(leaves, 1),
             node=dtype,
+            block_scales="x" if operands.has_block_scales else "",
         ),
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,

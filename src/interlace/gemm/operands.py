@@ -5,8 +5,9 @@ sent.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Hashable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import _C
@@ -14,7 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from interlace.comm.replay.replays import places
 from interlace.errors import ArgumentError, BackendError
-from interlace.gemm.terms import Terms
+from interlace.gemm.scaled import block_scale_shapes, has_block_scales
+from interlace.gemm.terms import Terms, default_output_dtype
 from interlace.registry import Operator
 from interlace.units import round_up
 
@@ -29,9 +31,7 @@ def output_dtype(x: torch.Tensor, out_dtype: torch.dtype | None) -> torch.dtype:
     """Return the dtype of a product: ``out_dtype`` if given, else that of x, but bfloat16 for
     float8.
     """
-    if out_dtype is not None:
-        return out_dtype
-    return torch.bfloat16 if x.dtype == FLOAT8 else x.dtype
+    return default_output_dtype(x.dtype) if out_dtype is None else out_dtype
 
 
 def require_float(subject: str, dtype: torch.dtype) -> None:
@@ -161,8 +161,15 @@ def validate(
         require_float(f"{name}: out_dtype", out_dtype)
     if bias is not None:
         require_bias(f"{name}: bias", bias, w, output_dtype(x, out_dtype), "the output")
-    _validate_scale(name, "x", x, "M", x_scale, (x.shape[0], 1))
-    _validate_scale(name, "w", w, "N", w_scale, (1, w.shape[0]))
+    in_blocks = x.dtype == FLOAT8 and has_block_scales(
+        x,
+        w,
+        *(each if isinstance(each, torch.Tensor) else None for each in (x_scale, w_scale)),
+    )
+    of_x, of_w = map(list, block_scale_shapes(x, w))
+    of_blocks = "" if in_blocks else f"x_scale {of_x} and w_scale {of_w}"
+    _validate_scale(name, "x", x, "M", x_scale, (x.shape[0], 1), of_blocks)
+    _validate_scale(name, "w", w, "N", w_scale, (1, w.shape[0]), of_blocks)
     if (
         x.dtype == FLOAT8
         and torch.is_grad_enabled()
@@ -221,7 +228,15 @@ def _validate_scale(
     axis: str,
     scale: torch.Tensor | None,
     broadcast: tuple[int, int],
+    of_blocks: str,
 ) -> None:
+    """Refuse a scale that does not fit its matrix.
+
+    Args:
+        axis: Name of the number of rows.
+        broadcast: The shape of a scale for each row of two dimensions.
+        of_blocks: What scales of blocks would be; empty if both are.
+    """
     if matrix.dtype != FLOAT8:
         if scale is not None:
             raise ArgumentError(
@@ -235,11 +250,10 @@ def _validate_scale(
         )
     require_tensor(f"{operator}: {name}_scale", scale)
     count = matrix.shape[0]
-    if list(scale.shape) not in ([], [1], [count], list(broadcast)):
+    if of_blocks and list(scale.shape) not in ([], [1], [count], list(broadcast)):
         raise ArgumentError(
             f"{operator}: {name}_scale must be [] or [1], or [{axis}] or {list(broadcast)} with "
-            f"{axis} = {count}; "
-            f"got shape {list(scale.shape)}."
+            f"{axis} = {count}; or both for blocks, {of_blocks}; got shape {list(scale.shape)}."
         )
     if scale.dtype != torch.float32 or scale.device != matrix.device:
         raise ArgumentError(
@@ -256,6 +270,28 @@ def contiguous_dimension(matrix: torch.Tensor) -> int | None:
     return 0 if matrix.stride(0) == 1 or rows == 1 else None
 
 
+class RowPart(NamedTuple):
+    """Rows of a product's x, ``[m, K]`` and contiguous, as the library multiplies them.
+
+    ``scale`` is that of float8 rows, as ``Operands`` has it; else None.
+    """
+
+    x: torch.Tensor
+    scale: torch.Tensor | None = None
+
+
+class Weight(NamedTuple):
+    """A product's weight, ``[N, K]``, with its scale if it is float8, as ``Operands`` has it.
+
+    ``transposed`` is a view ``[K, N]``: making one costs the host as much time as enqueueing a
+    copy.
+    """
+
+    w: torch.Tensor
+    transposed: torch.Tensor
+    scale: torch.Tensor | None = None
+
+
 @dataclasses.dataclass(frozen=True)
 class Operands:
     """Operands of one call, whose shapes and devices are validated.
@@ -266,8 +302,9 @@ class Operands:
         x: ``[M, K]``, any strides.
         w: ``[N, K]``, contiguous along either.
         bias: ``[N]`` of ``out_dtype``, or None. It is copied unless it is contiguous.
-        x_scale, w_scale: float32 ``[1]``, or ``[M]`` and ``[N]``; None unless x and w are float8.
-            They are copied unless they are contiguous.
+        x_scale, w_scale: float32 ``[1]``, or ``[M]`` and ``[N]``, copied unless they are
+            contiguous; or both those of blocks (:mod:`interlace.gemm.scaled`), with any strides.
+            None unless x and w are float8.
         out_dtype: Of the result, and of parts that travel.
     """
 
@@ -290,7 +327,8 @@ class Operands:
                 f"a product's bias must have the dtype of its result, {self.out_dtype}; got "
                 f"{self.bias.dtype}. Convert it."
             )
-        for name in ("bias", "x_scale", "w_scale"):
+        vectors = ("bias",) if self.has_block_scales else ("bias", "x_scale", "w_scale")
+        for name in vectors:
             vector = getattr(self, name)
             if vector is not None and not (vector.dim() == 1 and vector.is_contiguous()):
                 # Kernels read one element behind the other, and one scale per row, whether it came
@@ -312,6 +350,28 @@ class Operands:
         """K, the length of the sums."""
         return self.x.shape[1]
 
+    @functools.cached_property
+    def has_block_scales(self) -> bool:
+        """Whether scales are those of blocks."""
+        return self.x_scale is not None and has_block_scales(
+            self.x, self.w, self.x_scale, self.w_scale
+        )
+
+    def all_rows(self) -> RowPart:
+        """Return all rows of x."""
+        return RowPart(self.x, self.x_scale)
+
+    def split(self, counts: Sequence[int]) -> list[RowPart]:
+        """Return so many rows of x, one part after the other."""
+        parts, scale = self.x.split(counts), self.x_scale
+        if scale is None or scale.numel() == 1:
+            return [RowPart(part, scale) for part in parts]
+        return [RowPart(*each) for each in zip(parts, scale.split(counts), strict=True)]
+
+    def weight(self) -> Weight:
+        """Return the weight as the library multiplies by it."""
+        return Weight(self.w, self.w.T, self.w_scale)
+
     @property
     def w_along_k(self) -> bool:
         """Whether w is contiguous along K, as in ``nn.Linear``; else it is along N."""
@@ -328,6 +388,7 @@ class Operands:
             "dtype": str(self.x.dtype),
             "out_dtype": str(self.out_dtype),
             "bias": self.bias is not None,
+            "scales": "of blocks" if self.has_block_scales else "of rows or matrices",
         }
 
     def signature(self) -> tuple[Hashable, ...]:
@@ -336,7 +397,8 @@ class Operands:
         It consists of M and the properties that :meth:`agreed` returns.
         """
         shapes = self.x.shape, self.w.shape, self.w_along_k
-        return *shapes, self.x.dtype, self.out_dtype, self.bias is None
+        kinds = self.x.dtype, self.out_dtype, self.has_block_scales
+        return *shapes, *kinds, self.bias is None
 
     def memory(self) -> tuple[Hashable, ...]:
         """Return where the operands lie, by which ``Replays.run`` tells calls apart."""
@@ -357,7 +419,7 @@ class Operands:
             result_bytes=self.rows * self.columns * self.out_dtype.itemsize,
             world_size=world_size,
             has_bias=self.bias is not None,
-            converts=self.out_dtype != self.x.dtype,
+            converts=self.out_dtype != default_output_dtype(self.x.dtype),
             is_even=is_even,
             node_of_rank=node_of_rank,
             w_along_k=self.w_along_k,
@@ -376,18 +438,19 @@ class Operands:
         }
 
     def with_contiguous_rows(self) -> Operands:
-        """Return the operands with contiguous rows of x, which may be cut by rows for cuBLAS. x is
-        copied if its rows are not contiguous.
+        """Return the operands with contiguous rows of x, which may be cut by rows for cuBLAS, and
+        for float8 a w that is contiguous along K, as tensor cores take it. Others are copied.
         """
-        return (
-            self
-            if contiguous_dimension(self.x) == 1
-            else dataclasses.replace(self, x=self.x.contiguous())
-        )
+        x, w = self.x, self.w
+        if contiguous_dimension(x) != 1:
+            x = x.contiguous()
+        if w.dtype == FLOAT8 and contiguous_dimension(w) != 1:
+            w = w.contiguous()
+        return self if x is self.x and w is self.w else dataclasses.replace(self, x=x, w=w)
 
     def for_kernel(self) -> Operands:
         """Return the operands as kernels load them: x contiguous along K, w along K or N, and rows
-        aligned to 16 bytes. Operands that are not so are copied.
+        aligned to 16 bytes; scales of blocks contiguous. Operands that are not so are copied.
 
         A copy moves little beside a product, and each rank may need another one without its peers
         having to know.
@@ -395,7 +458,13 @@ class Operands:
         # Tensor cores take float8 along K only.
         along = 1 if self.w.dtype == FLOAT8 else contiguous_dimension(self.w) or 0
         x, w = _laid_out(self.x, 1), _laid_out(self.w, along)
-        return self if x is self.x and w is self.w else dataclasses.replace(self, x=x, w=w)
+        scales = {}
+        for name in ("x_scale", "w_scale"):
+            scale = getattr(self, name)
+            if scale is not None and not scale.is_contiguous():
+                scales[name] = scale.contiguous()
+        is_as_it_is = x is self.x and w is self.w and not scales
+        return self if is_as_it_is else dataclasses.replace(self, x=x, w=w, **scales)
 
     def require_supported(self, operator: str, takes_float8: bool) -> None:
         """Refuse operands that the operator, or this GPU, cannot multiply.

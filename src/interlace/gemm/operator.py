@@ -296,7 +296,11 @@ class GemmOperator(Operator):
         """Return what ``impl="auto"`` chooses for a product of so many rows."""
         sizes = operands.sizes(rows) | {"world_size": world_size}
         predicted = times_between_nodes(self.name, nodes, **sizes) if nodes > 1 else None
-        layout = {"out_dtype": operands.out_dtype, "w_along_k": operands.w_along_k}
+        layout = {
+            "out_dtype": operands.out_dtype,
+            "w_along_k": operands.w_along_k,
+            "has_block_scales": operands.has_block_scales,
+        }
         return self.choose(**sizes, **layout).between(self, nodes, predicted)
 
     def reservations(  # type: ignore[override]

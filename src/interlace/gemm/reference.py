@@ -11,67 +11,30 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from interlace.comm.groups.process_groups import gather, require_alone, scatter
+from interlace.gemm import scaled
 from interlace.gemm.operands import Operands
-
-_SCALED_ALIGNMENT = 16
-"""``torch._scaled_mm`` takes N and K that are multiples of this."""
 
 
 def product(operands: Operands) -> torch.Tensor:
     """Return ``x @ w.T + bias`` in ``out_dtype``.
 
-    Float8 operands are multiplied by ``torch._scaled_mm`` on a GPU, which is what a program without
-    Interlace runs; where it does not take them, they are dequantised to float32 first.
+    Float8 operands are multiplied by cuBLAS on a GPU, which is what a program without Interlace
+    runs; what that does not take is dequantised to float32 first.
     """
     x, w, bias, out_dtype = operands.x, operands.w, operands.bias, operands.out_dtype
     x_scale, w_scale = operands.x_scale, operands.w_scale
     if x.dtype == out_dtype:
         return F.linear(x, w, bias)
-    if _takes_scaled(operands):
-        return _scaled_product(operands)
-    wide_x, wide_w = x.float(), w.float()
+    wide_x, wide_w = x, w
     if x_scale is not None and w_scale is not None:
-        wide_x, wide_w = wide_x * x_scale.reshape(-1, 1), wide_w * w_scale.reshape(-1, 1)
-    return F.linear(wide_x, wide_w, None if bias is None else bias.float()).to(out_dtype)
-
-
-def _takes_scaled(operands: Operands) -> bool:
-    """Return whether ``torch._scaled_mm`` takes a product."""
-    x, w, x_scale, w_scale = operands.x, operands.w, operands.x_scale, operands.w_scale
-    return (
-        x.is_cuda
-        and x.itemsize == 1
-        and x_scale is not None
-        and w_scale is not None
-        and len(x) > 0
-        # Its results with a scale for each row are bfloat16, and it adds no float32 bias.
-        and (
-            operands.out_dtype == torch.bfloat16
-            or (x_scale.numel() == w_scale.numel() == 1 and operands.bias is None)
-        )
-        and w.shape[0] % _SCALED_ALIGNMENT == w.shape[1] % _SCALED_ALIGNMENT == 0
-    )
-
-
-def _scaled_product(operands: Operands) -> torch.Tensor:
-    x, w, x_scale, w_scale = operands.x, operands.w, operands.x_scale, operands.w_scale
-    assert x_scale is not None
-    assert w_scale is not None
-    if x_scale.numel() == w_scale.numel() == 1:
-        x_scale, w_scale = x_scale.reshape(()), w_scale.reshape(())
-    else:
-        x_scale = x_scale.reshape(-1, 1).expand(x.shape[0], 1).contiguous()
-        w_scale = w_scale.reshape(1, -1).expand(1, w.shape[0]).contiguous()
-    # The left operand must be row-major, the right one column-major.
-    y: torch.Tensor = torch._scaled_mm(
-        x.contiguous(),
-        w.contiguous().T,
-        x_scale,
-        w_scale,
-        bias=operands.bias,
-        out_dtype=operands.out_dtype,
-    )
-    return y
+        x, w = x.contiguous(), w.contiguous()
+        y = x.new_empty([len(x), len(w)], dtype=out_dtype)
+        if scaled.multiply_into(y, x, w, x_scale, w_scale, bias):
+            return y
+        wide_x = scaled.dequantised(x, x_scale, 1)
+        wide_w = scaled.dequantised(w, w_scale, scaled.SCALE_BLOCK)
+    wide_bias = None if bias is None else bias.float()
+    return F.linear(wide_x.float(), wide_w.float(), wide_bias).to(out_dtype)
 
 
 def is_alone(group: dist.ProcessGroup | None) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 
 import torch
@@ -13,6 +14,7 @@ from interlace.gemm.call import GemmCall
 from interlace.gemm.implementations.outputs import KeptOutput, kept_reservation, run_into_output
 from interlace.gemm.implementations.refusals import needs
 from interlace.gemm.operands import Operands
+from interlace.gemm.products import multiply_into
 from interlace.registry import Implementation
 from interlace.units import ceil_div
 
@@ -23,7 +25,8 @@ def run(call: GemmCall) -> DeferredCall | None:
     Returns None if the caller has not asked for this implementation and the group cannot keep
     another output for these sizes.
     """
-    return run_into_output(call, _output(call), call.operands, call.operator.adds_ranks)
+    operands = call.operands.with_contiguous_rows()
+    return run_into_output(call, _output(call), operands, call.operator.adds_ranks)
 
 
 def _output(call: GemmCall) -> KeptOutput:
@@ -59,26 +62,18 @@ def multiply_in_chunks(
     """
     # The next rank's rows come first and this rank's own rows, which are not sent, last: their
     # product hides the last copy, and no two ranks send to the same rank at a time.
-    rows, weight = out.shape[1], operands.w.T
+    rows, weight = out.shape[1], operands.weight()
+    # The last ranks have no rows where there are fewer than ranks.
+    firsts = [min(rank * rows, operands.rows) for rank in range(group.world_size + 1)]
+    chunks = operands.split([last - first for first, last in itertools.pairwise(firsts)])
     for step in range(group.world_size):
         rank = (group.rank + 1 + step) % group.world_size
         # If parts are summed over ranks, each row's bias is added only once, by its owner.
         bias = None if adds_ranks and rank != group.rank else operands.bias
-        chunk = operands.x[rank * rows : (rank + 1) * rows]
-        # The last ranks have no rows where there are fewer than ranks.
-        if len(chunk):
-            multiply_into(out[rank][: len(chunk)], chunk, weight, bias)
+        count = len(chunks[rank].x)
+        if count:
+            multiply_into(out[rank][:count], chunks[rank], weight, bias)
         send(rank)
-
-
-def multiply_into(
-    out: torch.Tensor, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None
-) -> None:
-    """Compute ``x @ w + bias`` into ``out``, by cuBLAS on a GPU."""
-    if bias is None:
-        torch.mm(x, w, out=out)
-    else:
-        torch.addmm(bias, x, w, out=out)
 
 
 CHUNKED = Implementation(

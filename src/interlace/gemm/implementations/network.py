@@ -25,7 +25,8 @@ from interlace.comm.launching.leaving_sms import leaving_sms
 from interlace.comm.replay.replays import places
 from interlace.gemm.between_nodes import times_between_nodes
 from interlace.gemm.call import GemmCall
-from interlace.gemm.implementations.chunked import multiply_into
+from interlace.gemm.operands import RowPart
+from interlace.gemm.products import multiply_into
 from interlace.gemm.terms import Terms
 from interlace.mapped.stamped import Landing, StampedQueue, reserve_stamps
 from interlace.registry import Implementation, Operator
@@ -212,7 +213,7 @@ def run_all_to_all(call: GemmCall) -> torch.Tensor:
     """
     group, operands, sent = call.group, call.operands, call.rows.sent
     rank, peers, columns = group.rank, peers_in_turn(group), operands.columns
-    x, weight, bias = operands.x.split(list(sent[rank])), operands.w.T, operands.bias
+    x, weight, bias = operands.x.split(list(sent[rank])), operands.weight(), operands.bias
     y = operands.x.new_empty([call.rows.result, columns], dtype=operands.out_dtype)
     received = [counts[rank] for counts in sent]
     most_rows = max(
@@ -229,7 +230,7 @@ def run_all_to_all(call: GemmCall) -> torch.Tensor:
     def multiply_slice(to: int, slices: Sequence[torch.Tensor], number: int) -> None:
         out, first = slices[number], sum(map(len, slices[:number]))
         if len(out):
-            multiply_into(out, x[to][first : first + len(out)], weight, bias)
+            multiply_into(out, RowPart(x[to][first : first + len(out)]), weight, bias)
 
     def enqueue() -> None:
         products = cut_all(staged, count)

@@ -28,10 +28,10 @@ from interlace.comm.replay.replays import AgainCall
 from interlace.comm.runtime.interpreter import require
 from interlace.gemm import few_rows
 from interlace.gemm.call import GemmCall
-from interlace.gemm.implementations.chunked import multiply_into
 from interlace.gemm.implementations.refusals import needs
 from interlace.gemm.launch import lamport_arguments, lamport_reservation, row_stride
-from interlace.gemm.operands import FLOATS
+from interlace.gemm.operands import FLOAT8, RowPart, Weight
+from interlace.gemm.products import multiply_by_faster
 from interlace.registry import Implementation
 from interlace.units import ceil_div, round_up
 
@@ -231,43 +231,45 @@ def reserve(group: Group | WithinNode, operator: str, nbytes: int) -> None:
     lamport_arguments(group, operator, "pushed", slot_bytes, mark=0)
 
 
-def multiply(call: GemmCall, out: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None) -> None:
-    """Compute ``x @ call.operands.w.T, + bias`` into ``out``, by whichever kernel is faster.
+def multiply(call: GemmCall, out: torch.Tensor, rows: RowPart, bias: torch.Tensor | None) -> None:
+    """Compute ``rows @ call.operands.w.T, + bias`` into ``out``, by whichever kernel is faster.
 
     cuBLAS adds up in another order for another number of rows, so batch-invariant calls never take
     it.
 
     Args:
         out: ``[M, N]``, contiguous.
-        x: ``[M, K]``.
+        rows: ``[M, K]``.
         bias: ``[N]``, or None for none.
     """
-    w = call.operands.w
-    if call.is_batch_invariant:
-        leaves = max(call.leaves, 1)
-        few_rows.multiply(x, [w], [bias], [out], is_batch_invariant=True, leaves=leaves)
-    else:
-        multiply_by_faster(out, x, w, bias)
-
-
-def multiply_by_faster(
-    out: torch.Tensor, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None
-) -> None:
-    """Compute ``x [M, K] @ w [N, K].T, + bias`` into ``out``, ``[M, N]`` and contiguous, by
-    whichever kernel is faster.
-    """
-    if few_rows.is_faster(x, w):
-        few_rows.multiply(x, [w], [bias], [out])
-    else:
-        multiply_into(out, x, w.T, bias)
+    weight = call.operands.weight()
+    if not call.is_batch_invariant:
+        multiply_by_faster(out, rows, weight, bias)
+        return
+    scales = None
+    if rows.scale is not None and weight.scale is not None:
+        scales = rows.scale, weight.scale
+    few_rows.multiply(
+        rows.x,
+        [weight.w],
+        [bias],
+        [out],
+        is_batch_invariant=True,
+        leaves=max(call.leaves, 1),
+        scales=scales,
+    )
 
 
 def laid_out(call: GemmCall) -> GemmCall:
     """Return a call whose operands :func:`multiply` takes; a kernel of our own copies unaligned
-    ones.
+    ones, and so do products of float8.
     """
     operands = call.operands
-    return call.with_operands(operands.for_kernel()) if call.is_batch_invariant else call
+    if call.is_batch_invariant:
+        return call.with_operands(operands.for_kernel())
+    if operands.x.dtype == FLOAT8:
+        return call.with_operands(operands.with_contiguous_rows())
+    return call
 
 
 PushOf = Callable[[GemmCall, torch.Tensor, torch.Tensor], Push]
@@ -288,13 +290,14 @@ def _run(call: GemmCall, push: PushOf) -> torch.Tensor | DeferredCall:
     bias = operands.bias if is_whole or not laid.operator.adds_ranks else None
     product_shape = [operands.rows, operands.columns]
     if group.world_size == 1:
-        product = operands.x.new_empty(product_shape)
-        multiply(laid, product, operands.x, bias)
+        product = operands.x.new_empty(product_shape, dtype=operands.out_dtype)
+        multiply(laid, product, operands.all_rows(), bias)
         if operands.bias is not None and bias is None:
             product += operands.bias
         return product
     require(group.backend)
-    take = New.like(operands.x, [laid.rows.result, operands.columns], product_shape)
+    dtype, device = operands.out_dtype, operands.x.device
+    take = New(device, (([laid.rows.result, operands.columns], dtype), (product_shape, dtype)))
     prepared: list[Push] = []
 
     def prepare(y: torch.Tensor, product: torch.Tensor) -> Callable[[], None]:
@@ -302,7 +305,7 @@ def _run(call: GemmCall, push: PushOf) -> torch.Tensor | DeferredCall:
         prepared.append(pushed)
 
         def enqueue() -> None:
-            multiply(laid, product, operands.x, bias)
+            multiply(laid, product, operands.all_rows(), bias)
             pushed()
 
         return enqueue
@@ -312,8 +315,11 @@ def _run(call: GemmCall, push: PushOf) -> torch.Tensor | DeferredCall:
         take,
         prepare,
         is_of_operands=operands is call.operands,
-        # A kernel of our own that multiplies batch-invariantly may need copies of operands.
-        again=None if call.is_batch_invariant else lambda: _again(call, take, prepared[-1]),
+        # A kernel of our own that multiplies batch-invariantly, or float8, may need copies of
+        # operands.
+        again=None
+        if call.is_batch_invariant or operands.x_scale is not None
+        else lambda: _again(call, take, prepared[-1]),
     )
 
 
@@ -335,11 +341,12 @@ def _again(call: GemmCall, take: New, pushed: Push) -> AgainCall | None:
         y, product = take(group)
         enqueue, tensors = prepare(group), {source: product, target: y}
         with group.running():
+            rows, weight = RowPart(x), Weight(w, w.T)
             if is_sum:
-                multiply_by_faster(product, x, w, None)
+                multiply_by_faster(product, rows, weight, None)
                 enqueue(**tensors, bias=bias)
             else:
-                multiply_by_faster(product, x, w, bias)
+                multiply_by_faster(product, rows, weight, bias)
                 enqueue(**tensors)
         return y
 
@@ -361,20 +368,21 @@ def _push_sum(call: GemmCall, part: torch.Tensor, y: torch.Tensor, *, scatter: b
 
 
 def _moved_reservation(call: GemmCall) -> Reservation:
-    arriving_bytes = call.rows.result * call.operands.columns * call.operands.x.itemsize
+    arriving_bytes = call.rows.result * call.operands.columns * call.operands.out_dtype.itemsize
     return lamport_reservation(call, "pushed", ceil_div(arriving_bytes, call.group.world_size))
 
 
 def _sum_reservation(call: GemmCall) -> Reservation:
-    elements = call.rows.result * call.operands.columns
-    return lamport_reservation(call, "pushed", sum_slot_bytes(elements, call.operands.x.itemsize))
+    operands, elements = call.operands, call.rows.result * call.operands.columns
+    slot_bytes = sum_slot_bytes(elements, operands.out_dtype.itemsize)
+    return lamport_reservation(call, "pushed", slot_bytes)
 
 
 PUSHED_ALL_REDUCE = Implementation(
     "pushed",
     "a product, then one kernel that stores the parts in the peers' memory and sums them",
     functools.partial(_run, push=functools.partial(_push_sum, scatter=False)),
-    needs(same_dtype=True, dtypes=FLOATS, most_parts_bytes=_MOST_PARTS_BYTES),
+    needs(same_dtype=True, most_parts_bytes=_MOST_PARTS_BYTES),
     schedule="to_all",
     is_batch_invariant=True,
     reservation=_sum_reservation,
@@ -383,7 +391,7 @@ PUSHED_ALL_TO_ALL = Implementation(
     "pushed",
     "a product, then one kernel that stores the rows in the peers' memory",
     functools.partial(_run, push=_push_all_to_all),
-    needs(even_rows=True, same_dtype=True, dtypes=FLOATS, most_bytes=_MOST_BYTES),
+    needs(even_rows=True, same_dtype=True, most_bytes=_MOST_BYTES),
     is_batch_invariant=True,
     reservation=_moved_reservation,
 )
@@ -391,7 +399,7 @@ PUSHED_REDUCE_SCATTER = Implementation(
     "pushed",
     "a product, then one kernel that stores the rows in the peers' memory and sums them",
     functools.partial(_run, push=functools.partial(_push_sum, scatter=True)),
-    needs(even_rows=True, same_dtype=True, dtypes=FLOATS, most_bytes=_MOST_BYTES),
+    needs(even_rows=True, same_dtype=True, most_bytes=_MOST_BYTES),
     is_batch_invariant=True,
     reservation=_sum_reservation,
 )

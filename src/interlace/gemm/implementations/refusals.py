@@ -31,7 +31,8 @@ def needs(
         torch_operator: PyTorch must have this operator in ``torch.ops.symm_mem``.
         most_rows: There must be at most so many rows of x.
         even_rows: Every rank must get as many rows from every rank.
-        same_dtype: The result must have the dtype of x.
+        same_dtype: The result must have the dtype that comes by default: that of x, and bfloat16
+            for float8.
         dtypes: The operands must have one of these dtypes; any, if there are none.
         no_bias: There must be no bias.
         multiple_bytes: The size of the whole product must be a multiple of so many bytes.
@@ -55,7 +56,7 @@ def needs(
             ),
             (most_rows is None or terms.rows <= most_rows, f"at most {most_rows} rows"),
             (terms.is_even or not even_rows, "rows that are split evenly"),
-            (not same_dtype or not terms.converts, "a result of the dtype of x"),
+            (not same_dtype or not terms.converts, "a result of the dtype that comes by default"),
             (not dtypes or terms.dtype in dtypes, f"{dtype_names} operands"),
             (not no_bias or not terms.has_bias, "no bias"),
             (

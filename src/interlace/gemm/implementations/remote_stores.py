@@ -8,9 +8,10 @@ import torch
 
 from interlace.comm.replay.deferred import DeferredCall
 from interlace.gemm.call import GemmCall
-from interlace.gemm.implementations.chunked import multiply_into
 from interlace.gemm.implementations.outputs import KeptOutput, kept_reservation, run_into_output
 from interlace.gemm.implementations.refusals import needs
+from interlace.gemm.operands import Operands
+from interlace.gemm.products import multiply_into
 from interlace.registry import Implementation
 from interlace.units import ceil_div, next_power_of_2
 
@@ -25,7 +26,7 @@ def run(call: GemmCall) -> DeferredCall | None:
     Returns None if the caller has not asked for this implementation and the group cannot keep
     another output for these sizes.
     """
-    return run_into_output(call, _output(call), call.operands.x, call.operands.w.T)
+    return run_into_output(call, _output(call), call.operands.with_contiguous_rows())
 
 
 def _output(call: GemmCall) -> KeptOutput:
@@ -44,25 +45,28 @@ def _output(call: GemmCall) -> KeptOutput:
     return KeptOutput("remote_stores", call.operator.collective, multiply_for_ranks, shape, dtype)
 
 
-def multiply_for_ranks(x: torch.Tensor, w: torch.Tensor, *, out: torch.Tensor) -> None:
-    """Compute ``x @ w`` by cuBLAS into the parts for all ranks.
+def multiply_for_ranks(operands: Operands, *, out: torch.Tensor) -> None:
+    """Compute a product by cuBLAS into the parts for all ranks.
 
     Args:
-        x: ``[M, K]``.
-        w: ``[K, N]``.
+        operands: ``[M, K]`` and ``[N, K]``, without a bias.
         out: ``[M, N]`` or ``[R, ceil(M / R), N]``, the rows for rank r behind those for the ranks
             before it. It may have more rows than x; the last ones are not written then.
     """
+    x, weight = operands.x, operands.weight()
     if out.dim() == 2:
-        torch.mm(x, w, out=out[: len(x)])
+        multiply_into(out[: len(x)], operands.all_rows(), weight)
         return
     ranks, rows, _ = out.shape
-    if len(x) == ranks * rows:
+    if len(x) == ranks * rows and operands.x_scale is None:
+        w = weight.transposed
         torch.bmm(x.unflatten(0, (ranks, rows)), w.expand(ranks, *w.shape), out=out)
         return
-    # The last rank's rows are fewer, or none, so there is no batch of equal products.
-    for part, chunk in zip(out, x.split(rows), strict=False):
-        multiply_into(part[: len(chunk)], chunk, w, None)
+    # The last rank's rows are fewer, or none, so there is no batch of equal products, nor is there
+    # one of float8.
+    counts = [min(rows, len(x) - first) for first in range(0, len(x), rows)]
+    for part, chunk in zip(out, operands.split(counts), strict=False):
+        multiply_into(part[: len(chunk.x)], chunk, weight)
 
 
 REMOTE_STORES = Implementation(

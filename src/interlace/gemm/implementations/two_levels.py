@@ -22,7 +22,6 @@ from interlace.costs.gemm import exchanges_sums
 from interlace.gemm.call import GemmCall
 from interlace.gemm.choice import MAX_RANKS
 from interlace.gemm.implementations import network
-from interlace.gemm.implementations.chunked import multiply_into
 from interlace.gemm.implementations.network import (
     counters_of,
     cut,
@@ -33,12 +32,14 @@ from interlace.gemm.implementations.network import (
 )
 from interlace.gemm.implementations.pushed import push_and_sum, push_rows, reserve
 from interlace.gemm.implementations.refusals import needs
+from interlace.gemm.operands import FLOATS, RowPart
+from interlace.gemm.products import multiply_into
 from interlace.gemm.terms import Terms
 from interlace.mapped.stamped import Landing, StampedQueue
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
-_needs = needs(even_rows=True, same_dtype=True)
+_needs = needs(even_rows=True, same_dtype=True, dtypes=FLOATS)
 
 
 def needs_rails(terms: Terms) -> str | None:
@@ -109,14 +110,14 @@ class _Levels:
 
     def multiply(self, out: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None) -> None:
         """Multiply the rows of every rank of a node: ``out [L, rows, N]``, ``x [L, rows, K]``."""
-        weight = self.call.operands.w.T
+        weight = self.call.operands.weight()
         if not out.numel():
             return
         if len(x) == 1:
-            multiply_into(out[0], x[0], weight, bias)
+            multiply_into(out[0], RowPart(x[0]), weight, bias)
             return
         # One launch, as the rows of one rank may be too few for all SMs.
-        weights = weight.expand(len(x), -1, -1)
+        weights = weight.transposed.expand(len(x), -1, -1)
         if bias is None:
             torch.bmm(x, weights, out=out)
         else:

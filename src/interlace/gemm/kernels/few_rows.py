@@ -5,13 +5,13 @@ import triton.language as tl
 
 import interlace.language as il
 from interlace.gemm.kernels import gemv
-from interlace.gemm.kernels.tiles import Matrices, multiply_tile
+from interlace.gemm.kernels.tiles import Matrices, Scales, multiply_tile, scale_tile
 
 
 @triton.jit(do_not_specialize=["M", "first_1", "first_2"])
 def multiply_few_rows(
     x, w_0, w_1, w_2, bias_0, bias_1, bias_2, y_0, y_1, y_2, M, N_0, N_1, N_2, K, first_1, first_2,
-    x_stride, stride_0, stride_1, stride_2, FIRST: tl.constexpr, TILING: tl.constexpr,
+    x_stride, stride_0, stride_1, stride_2, scales, FIRST: tl.constexpr, TILING: tl.constexpr,
 ):
     """Compute ``y_i = x @ w_i.T, + bias_i`` for one weight or three, one tile per program.
 
@@ -22,6 +22,8 @@ def multiply_few_rows(
     ``FIRST`` is the matrix unit's first operand, whose tiles have 64 rows at least: ``"w"``, so
     that rows of x that do not exist need not be multiplied, or ``"x"``. With ``"row"`` x is one
     row, which is multiplied without the matrix unit.
+
+    ``scales`` is a :class:`Scales`, for float8 operands with one weight.
 
     **Example.** Weights of 256 and 128 rows, tiles of 64 rows of the weight and all rows of x:
     programs 0 to 3 have weight 0, and 4 and 5 weight 1; ``first_1`` is 4.
@@ -54,17 +56,26 @@ def multiply_few_rows(
     row, column = tile % row_tiles * ROWS, tile // row_tiles * COLUMNS
     m, n = row + tl.arange(0, ROWS), column + tl.arange(0, COLUMNS)
     if FIRST == "x":
-        total = multiply_tile(Matrices(x, w, N, K, x_stride, w_stride), row, column, M, TILING)
+        matrices = Matrices(x, w, N, K, x_stride, w_stride)
+        total = multiply_tile(matrices, row, column, M, TILING, scales=scales)
+        if scales.x_scale is not None and TILING.block_scales == "":
+            total = scale_tile(total, scales, row, column, M, N)
         cells = m.to(tl.int64)[:, None] * N + n[None, :]
         inside = (m < M)[:, None] & (n < N)[None, :]
     else:
+        swapped = Scales(scales.w_scale, scales.x_scale, scales.w_stride, scales.x_stride)
         if FIRST == "w":
-            total = multiply_tile(Matrices(w, x, M, K, w_stride, x_stride), column, row, N, TILING)
+            matrices = Matrices(w, x, M, K, w_stride, x_stride)
+            total = multiply_tile(matrices, column, row, N, TILING, scales=swapped)
+            IN_BLOCKS: tl.constexpr = TILING.block_scales != ""
         else:
             # One row that the compiler knows of, so that it computes no places of tokens.
             matrices = gemv.GemvMatrices(x, w, N, 1, K, x_stride, w_stride)
             operands = gemv.point_to_operands(tile, matrices, TILING)
-            total = gemv.multiply_tile(operands, K, TILING)
+            total = gemv.multiply_tile(operands, K, TILING, scales, column)
+            IN_BLOCKS: tl.constexpr = TILING.block_scales
+        if scales.x_scale is not None and not IN_BLOCKS:
+            total = scale_tile(total, swapped, column, row, N, M)
         cells = m.to(tl.int64)[None, :] * N + n[:, None]
         inside = (m < M)[None, :] & (n < N)[:, None]
     if bias is not None:

@@ -13,6 +13,9 @@ from interlace.gemm.kernels.tiles import add_product
 from interlace.language.tree import add_to_tree
 
 
+_SCALED = tl.constexpr(128)  # elements of K, and rows of w, that share a scale of a block
+
+
 class GemvTiling(NamedTuple):
     """The constants that say how a kernel cuts the product into tiles.
 
@@ -28,6 +31,7 @@ class GemvTiling(NamedTuple):
         factor: Of the operands' sizes and strides; see ``il.multiple_of``.
         leaves, node: As ``Tiling`` has them; of several tokens.
         in_tree: As ``Sending`` has it.
+        block_scales: Whether operands are float8 with a scale for each block; of one token.
     """
 
     block_n: Any
@@ -41,6 +45,7 @@ class GemvTiling(NamedTuple):
     leaves: Any = 1
     node: Any = "fp32"
     in_tree: Any = False
+    block_scales: Any = False
 
 
 class GemvMatrices(NamedTuple):
@@ -115,14 +120,18 @@ def point_to_operands(tile, matrices, TILING: tl.constexpr):
 
 
 @triton.jit
-def multiply_tile(operands, K, TILING: tl.constexpr):
+def multiply_tile(operands, K, TILING: tl.constexpr, scales=None, row=0):
     """Compute this rank's part of a tile, ``sum over k of w[rows, k] * x[tokens, k]``.
 
     The part is float32 ``[block_n, block_b]``.
+
+    Args:
+        scales: With ``TILING.block_scales`` a ``Scales``, and ``row`` the tile's first row of the
+            weight.
     """
     x, w, last = operands
     if TILING.block_b == 1:
-        part = _one_token(x, w, last, K, TILING)
+        part = _one_token(x, w, last, K, TILING, scales, row)
     else:
         part = _several_tokens(x, w, K, TILING)
     if TILING.round_parts:
@@ -131,7 +140,7 @@ def multiply_tile(operands, K, TILING: tl.constexpr):
 
 
 @triton.jit
-def _one_token(x, w, last, K, TILING: tl.constexpr):
+def _one_token(x, w, last, K, TILING: tl.constexpr, scales, row):
     """Compute ``sum over k of w[:, k] * x[k]`` without the matrix unit.
 
     w is a tile of pointers to rows.
@@ -140,16 +149,33 @@ def _one_token(x, w, last, K, TILING: tl.constexpr):
     BLOCK_K: tl.constexpr = TILING.block_k
     # The remainder of K is used last: kept in registers, it costs no trip to memory of its own.
     # A full block in registers would take registers that other programs need.
+    whole = (K - 1) // BLOCK_K * BLOCK_K
+    last_value = _scaled(last[1], whole + tl.arange(0, BLOCK_K), K, scales, row, TILING)
     if TILING.even_k:
-        accumulator = _multiply(last[0], last[1])
+        accumulator = _multiply(last[0], last_value)
     else:
         accumulator = tl.zeros([BLOCK_N, BLOCK_K // 8], tl.float32)
-    for start in range(0, (K - 1) // BLOCK_K * BLOCK_K, BLOCK_K):
+    for start in range(0, whole, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
-        accumulator += _multiply(_load_weight(w, k, K, False), tl.load(x + k))
+        value = _scaled(tl.load(x + k), k, K, scales, row, TILING)
+        accumulator += _multiply(_load_weight(w, k, K, False), value)
     if not TILING.even_k:
-        accumulator += _multiply(last[0], last[1])
+        accumulator += _multiply(last[0], last_value)
     return tl.sum(accumulator, 1)[:, None]
+
+
+@triton.jit
+def _scaled(value, k, K, scales, row, TILING: tl.constexpr):
+    """Return a token's elements k, float32, times their scale and that of a row of the weight, if
+    these are of blocks.
+    """
+    value = value.to(tl.float32)
+    if TILING.block_scales:
+        block, blocks = k // _SCALED, (K + _SCALED - 1) // _SCALED
+        of_x = tl.load(scales.x_scale + block, mask=k < K, other=0.0)
+        of_w = tl.load(scales.w_scale + row // _SCALED * blocks + block, mask=k < K, other=0.0)
+        value *= of_x * of_w
+    return value
 
 
 @triton.jit
@@ -221,7 +247,7 @@ def _load_weight(pointers, k, K, MASKED: tl.constexpr):
 @triton.jit
 def _multiply(weight, value):
     """Multiply by one token and add up eight neighbours within a thread, which saves registers."""
-    products = weight.to(tl.float32) * value.to(tl.float32)[None, :]
+    products = weight.to(tl.float32) * value[None, :]
     return tl.sum(products.reshape([products.shape[0], products.shape[1] // 8, 8]), 2)
 
 

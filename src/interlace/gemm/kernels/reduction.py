@@ -10,7 +10,7 @@ import triton.language as tl
 import interlace.language as il
 from interlace.gemm.kernels.places import FIRST_ROW, ROUTE, ROWS_SENT
 from interlace.gemm.kernels.tiles import (
-    add_bias, cells_of, multiply_tile, scale_tile, tile_place,
+    add_bias, cells_of, finish_tile, multiply_tile, tile_place,
 )
 from interlace.language.tree import add_to_tree
 
@@ -178,9 +178,9 @@ def send_and_sum(
         row, column = tile_m * BLOCK_M, tile_n * BLOCK_N
         if (tile >= 0) & (tile < tiles_m * tiles_n) & (row < rows):
             il.record("tile", tile, group)
-            total = multiply_tile(matrices, first + row, column, first + rows, TILING)
-            if scales.x_scale is not None:
-                total = scale_tile(total, scales, first + row, column, first + rows, N)
+            x_row, x_rows = first + row, first + rows
+            total = multiply_tile(matrices, x_row, column, x_rows, TILING, scales=scales)
+            total = finish_tile(total, scales, None, x_row, column, x_rows, N, TILING)
             il.record("computed", tile, group)
             # Tiles of an earlier round have left shared memory while this one was computed.
             if (unannounced >= 0) & (unannounced < this_round):

@@ -38,7 +38,7 @@ def stage_rows(
     x, x_scale, staged_address, scale_offset, own_address, signals, epochs, ctx, call, rows, K,
     x_stride, x_scale_stride, inner_groups, WORLD_SIZE: tl.constexpr, IN_PLACE: tl.constexpr,
     OWN: tl.constexpr, INNER_ALIGN: tl.constexpr, FACTOR: tl.constexpr, ROWS: tl.constexpr,
-    COLS: tl.constexpr,
+    COLS: tl.constexpr, SCALES: tl.constexpr,
 ):
     """Copy this rank's rows to where peers may fetch them, and tell them.
 
@@ -49,7 +49,8 @@ def stage_rows(
     With ``IN_PLACE``, peers fetch the rows from x itself: nothing is copied there, and the first
     program sets the signal at once. The kernels that wrote x came before on this stream.
 
-    With ``OWN``, the rows are also copied to ``own_address``.
+    With ``OWN``, the rows are also copied to ``own_address``. ``SCALES`` is the number of scales
+    that float8 rows have each.
 
     Example: two ranks; rank 1's third call finds 2 in the signal that rank 0 sets, copies its rows,
     and sets 3 on rank 0.
@@ -87,11 +88,13 @@ def stage_rows(
             if not IN_PLACE:
                 tl.store(target + m * K_padded + k, value, mask=inside & (free + m * 0 > 0))
         if x_scale is not None:
-            line = first + lines
-            scale = tl.load(x_scale + line * x_scale_stride, mask=line < rows, other=0.0)
             scales = il.pointer(staged_address + scale_offset, tl.float32)
             scales = il.peer_pointer(scales, me, group)
-            tl.store(scales + line, scale, mask=(line < rows) & (free + lines * 0 > 0))
+            inside = first + lines < rows
+            for block in range(SCALES):
+                cell = (first + lines) * SCALES + block
+                scale = tl.load(x_scale + cell * x_scale_stride, mask=inside, other=0.0)
+                tl.store(scales + cell, scale, mask=inside & (free + lines * 0 > 0))
     # 3. The last program to finish tells every peer that all rows are staged.
     # If a peer timed out, nothing was staged, and a signal would make peers fetch rows of an
     # earlier call.

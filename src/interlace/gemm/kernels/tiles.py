@@ -9,6 +9,9 @@ import interlace.language as il
 from interlace.language.tree import add_to_tree
 
 
+_SCALED = tl.constexpr(128)  # elements of K, and rows of w, that share a scale of a block
+
+
 class Tiling(NamedTuple):
     """The constants that say how a kernel cuts its product into tiles.
 
@@ -21,6 +24,9 @@ class Tiling(NamedTuple):
         leaves: Parts of K, each of whole steps, whose sums are added in a tree of pairs; 1 to add
             along all of K.
         node: Triton's name of the dtype to which sums in that tree are rounded.
+        block_scales: Of float8 operands with scales of blocks, the one of them, ``"x"`` or ``"w"``,
+            whose every row has a scale for each 128 elements of K, where the other one has it for
+            128 rows; empty if scales are of rows or matrices, or there are none.
     """
 
     block_m: Any
@@ -32,6 +38,7 @@ class Tiling(NamedTuple):
     factor: Any = 1
     leaves: Any = 1
     node: Any = "fp32"
+    block_scales: Any = ""
 
 
 class Sending(NamedTuple):
@@ -80,7 +87,8 @@ class Scales(NamedTuple):
 
     Attributes:
         x_scale, w_scale: Pointers to float32.
-        x_stride, w_stride: 1 for a scale per row of the operand, 0 for one in all.
+        x_stride, w_stride: 1 for a scale per row of the operand, 0 for one in all. Scales of blocks
+            lie as ``[rows or blocks of them, ceil(K / 128)]``, contiguous, and need no strides.
     """
 
     x_scale: Any
@@ -113,8 +121,8 @@ def tile_place(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
 
 
 @triton.jit
-def multiply_tile(matrices, row, column, rows, TILING: tl.constexpr, w_first=0):
-    """Return ``x[row :] @ w[column :].T``, float32 ``[block_m, block_n]``.
+def multiply_tile(matrices, row, column, rows, TILING: tl.constexpr, w_first=0, scales=None):
+    """Return ``x[row :] @ w[column :].T``, float32 ``[block_m, block_n]``, times scales of blocks.
 
     K is added from its beginning to its end, or with several ``TILING.leaves`` each leaf of it, and
     leaves in a tree of pairs; see :func:`add_to_tree`.
@@ -123,11 +131,13 @@ def multiply_tile(matrices, row, column, rows, TILING: tl.constexpr, w_first=0):
         rows: Rows of x; rows of the result beyond them are undefined.
         w_first: Where K begins in a descriptor of several weights, one behind the other, if w is
             contiguous along N.
+        scales: A :class:`Scales`, needed with ``TILING.block_scales``; other ones are for
+            :func:`finish_tile`.
     """
     LEAVES: tl.constexpr = TILING.leaves
     K = matrices.K
     if LEAVES == 1:
-        total = _multiply_columns(matrices, row, column, rows, 0, K, TILING, w_first)
+        total = _multiply_columns(matrices, row, column, rows, 0, K, TILING, w_first, scales)
     else:
         NODE: tl.constexpr = tl.dtype(TILING.node)
         BLOCK_M: tl.constexpr = TILING.block_m
@@ -140,14 +150,16 @@ def multiply_tile(matrices, row, column, rows, TILING: tl.constexpr, w_first=0):
         for leaf in range(LEAVES):
             first = leaf * size
             part = _multiply_columns(
-                matrices, row, column, rows, first, first + size, TILING, w_first
+                matrices, row, column, rows, first, first + size, TILING, w_first, scales
             )
             total, ones, twos, fours = add_to_tree(part, ones, twos, fours, leaf, LEAVES, NODE)
     return total
 
 
 @triton.jit
-def _multiply_columns(matrices, row, column, rows, first, end, TILING: tl.constexpr, w_first):
+def _multiply_columns(
+    matrices, row, column, rows, first, end, TILING: tl.constexpr, w_first, scales
+):
     """Return what columns ``first`` to ``end`` of K add to :func:`multiply_tile`."""
     BLOCK_M: tl.constexpr = TILING.block_m
     BLOCK_N: tl.constexpr = TILING.block_n
@@ -160,7 +172,11 @@ def _multiply_columns(matrices, row, column, rows, first, end, TILING: tl.conste
         for k in range(first, end, BLOCK_K):
             left = x.load([row, k])
             right = w.load([column, k]).T if W_ALONG_K else w.load([w_first + k, column])
-            total = add_product(total, left, right)
+            if TILING.block_scales == "":
+                total = add_product(total, left, right)
+            else:
+                part = add_product(tl.zeros_like(total), left, right)
+                total += part * _block_factors(scales, row, column, rows, N, K, k, TILING)
     else:
         K = il.multiple_of(K, TILING.factor)
         if not W_ALONG_K:
@@ -182,7 +198,11 @@ def _multiply_columns(matrices, row, column, rows, first, end, TILING: tl.conste
                 step = inner.to(tl.int64)[:, None] * w_stride
             inside_w = (inner < K)[:, None] & (n < N)[None, :]
             right = tl.load(columns + step, mask=inside_w, other=0.0)
-            total = add_product(total, left, right)
+            if TILING.block_scales == "":
+                total = add_product(total, left, right)
+            else:
+                part = add_product(tl.zeros_like(total), left, right)
+                total += part * _block_factors(scales, row, column, rows, N, K, k, TILING)
     return total
 
 
@@ -191,6 +211,35 @@ def add_product(total, left, right):
     """Return ``total + left @ right``, by the matrix unit."""
     # TensorFloat-32 would lose what float32 callers ask for.
     return tl.dot(left, right, total, input_precision="ieee")
+
+
+@triton.jit
+def _block_factors(scales, row, column, rows, N, K, k, TILING: tl.constexpr):
+    """Return the factors of what a step along K from element ``k`` on adds to a tile.
+
+    A step is within a block of K, and tiles of up to 128 rows of the operand that has a scale for
+    as many are within one block.
+    """
+    BLOCK_M: tl.constexpr = TILING.block_m
+    BLOCK_N: tl.constexpr = TILING.block_n
+    x_scale, w_scale = scales.x_scale + k // _SCALED, scales.w_scale + k // _SCALED
+    blocks = (K + _SCALED - 1) // _SCALED
+    m, n = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
+    if TILING.block_scales == "x":
+        left = tl.load(x_scale + m * blocks, mask=m < rows, other=0.0)
+        if BLOCK_N <= _SCALED:
+            factors = (left * tl.load(w_scale + column // _SCALED * blocks))[:, None]
+        else:
+            right = tl.load(w_scale + n // _SCALED * blocks, mask=n < N, other=0.0)
+            factors = left[:, None] * right[None, :]
+    else:
+        right = tl.load(w_scale + n * blocks, mask=n < N, other=0.0)
+        if BLOCK_M <= _SCALED:
+            factors = (right * tl.load(x_scale + row // _SCALED * blocks))[None, :]
+        else:
+            left = tl.load(x_scale + m // _SCALED * blocks, mask=m < rows, other=0.0)
+            factors = left[:, None] * right[None, :]
+    return factors
 
 
 @triton.jit
@@ -226,9 +275,11 @@ def add_bias(total, bias, column, N):
 
 
 @triton.jit
-def finish_tile(total, scales, bias, row, column, rows, N):
-    """Return a product times its scales, if operands are float8, plus the bias, if there is one."""
-    if scales.x_scale is not None:
+def finish_tile(total, scales, bias, row, column, rows, N, TILING: tl.constexpr):
+    """Return a product times its scales, if operands are float8 and these are not of blocks, plus
+    the bias, if there is one.
+    """
+    if scales.x_scale is not None and TILING.block_scales == "":
         total = scale_tile(total, scales, row, column, rows, N)
     if bias is not None:
         total = add_bias(total, bias, column, N)

@@ -61,6 +61,7 @@ class AllGatherGemm(GemmOperator):
             "pushed",
             "one kernel stores rows in all ranks' memory, then a product",
             fused.run_pushed,
+            # Values of 8 bits have none that could say that others have not come.
             needs(same_dtype=True, dtypes=FLOATS),
             is_batch_invariant=True,
             reservation=fused.pushed_reservation,

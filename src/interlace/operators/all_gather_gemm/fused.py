@@ -22,15 +22,14 @@ from interlace.gemm import fetch, launch
 from interlace.gemm.call import GemmCall
 from interlace.gemm.config import GemmConfig
 from interlace.gemm.fetch import Piece, Staging, offset_behind
-from interlace.gemm.implementations.chunked import multiply_into
 from interlace.gemm.implementations.pushed import (
     Push,
     laid_out,
     multiply,
-    multiply_by_faster,
     push_rows,
 )
-from interlace.gemm.operands import ALIGNMENT_BYTES, Operands
+from interlace.gemm.operands import ALIGNMENT_BYTES, Operands, RowPart, Weight
+from interlace.gemm.products import multiply_by_faster, multiply_into
 from interlace.units import ceil_div
 
 NAME = "all_gather_gemm"
@@ -100,10 +99,11 @@ the workspace must grow, so it comes before anything is enqueued.
 def _gather_and_multiply(given: GemmCall, impl: str, prepare: Prepare) -> DeferredCall | Pair:
     """Return the work of gathering x and multiplying it."""
     call = laid_out(given.with_operands(given.operands.with_contiguous_rows()))
+    call = call.with_operands(_with_scales_of_rows(call.operands))
     operands, group, rows = call.operands, call.group, call.rows.by_rank
     if group.world_size == 1:
-        y = operands.x.new_empty([sum(rows), operands.columns])
-        multiply(call, y, operands.x, operands.bias)
+        y = operands.x.new_empty([sum(rows), operands.columns], dtype=operands.out_dtype)
+        multiply(call, y, operands.all_rows(), operands.bias)
         return y, _gathered_alone(operands, call.gather)
     require(group.backend)
     return DeferredCall(
@@ -127,6 +127,17 @@ def _gather_and_multiply(given: GemmCall, impl: str, prepare: Prepare) -> Deferr
     )
 
 
+def _with_scales_of_rows(operands: Operands) -> Operands:
+    """Return operands whose x has contiguous scales for each row, which travel with it."""
+    if operands.x_scale is None:
+        return operands
+    rows = operands.rows
+    scale = operands.x_scale
+    if not operands.has_block_scales:
+        scale = scale.expand(rows)
+    return dataclasses.replace(operands, x_scale=scale.contiguous())
+
+
 def _prepare_chunked(call: GemmCall, y: torch.Tensor, gathered: torch.Tensor) -> Callable[[], None]:
     operands, group, rows = call.operands, call.group, call.rows.by_rank
     staging, rank, ranks = _staging(operands, rows), group.rank, group.world_size
@@ -136,8 +147,13 @@ def _prepare_chunked(call: GemmCall, y: torch.Tensor, gathered: torch.Tensor) ->
 
     def enqueue() -> None:
         # A view costs the host as much time as enqueueing a copy, so each tensor is split once.
-        parts, arriving = y.split(rows), gathered[:, : operands.inner].split(rows)
-        weight, in_place = operands.w.T, call.place is not None
+        arriving = dataclasses.replace(
+            operands,
+            x=gathered[:, : operands.inner],
+            x_scale=_gathered_scales(operands, gathered),
+        ).split(rows)
+        parts = y.split(rows)
+        weight, in_place = operands.weight(), call.place is not None
         settle = functools.partial(fetch.settle, group, staging, mark=call.mark, in_place=in_place)
         arrivals = _begin(call, operands, staging, gathered, signal=False)
         if settles_first:
@@ -147,11 +163,11 @@ def _prepare_chunked(call: GemmCall, y: torch.Tensor, gathered: torch.Tensor) ->
                 arrivals[1 - rank] = copies.so_far(group)
         for step in range(ranks):
             source = (rank + step) % ranks
-            x = operands.x
+            part = operands.all_rows()
             if source != rank:
                 copies.wait_for(group, arrivals[source])
-                x = arriving[source]
-            multiply_into(parts[source], x, weight, operands.bias)
+                part = arriving[source]
+            multiply_into(parts[source], part, weight, operands.bias)
         fetch.end(group)
         if not settles_first:
             settle(gathered if call.gather else None, y)
@@ -177,7 +193,7 @@ def run_pushed(given: GemmCall) -> DeferredCall | Pair:
 
         def enqueue() -> None:
             push()
-            multiply(call, y, gathered[:, : operands.inner], operands.bias)
+            multiply(call, y, RowPart(gathered[:, : operands.inner]), operands.bias)
 
         return enqueue
 
@@ -205,7 +221,7 @@ def _push_again(call: GemmCall, work: DeferredCall, push: Push) -> AgainCall | N
         enqueue = prepare(group)
         with group.running():
             enqueue(x=x, gathered=gathered)
-            multiply_by_faster(y, gathered[:, :inner], w, bias)
+            multiply_by_faster(y, RowPart(gathered[:, :inner]), Weight(w, w.T), bias)
         pair: Pair = results(y, gathered)
         return pair
 
@@ -253,7 +269,8 @@ def _memory(
     if operands.x_scale is None:
         return New(device, (product, (shape, dtype)))
     # Scales lie behind the rows in the same memory, so that one tensor keeps both alive.
-    new = New(device, (product, ([_scale_offset(shape, dtype) + 4 * rows], torch.uint8)))
+    nbytes = _scale_offset(shape, dtype) + 4 * rows * _scales(operands)
+    new = New(device, (product, ([nbytes], torch.uint8)))
 
     def take(group: Group) -> tuple[torch.Tensor, ...]:
         y, memory = new(group)
@@ -267,8 +284,27 @@ def _scale_offset(shape: Sequence[int], dtype: torch.dtype) -> int:
     return offset_behind(math.prod(shape) * dtype.itemsize)
 
 
+def _scales(operands: Operands) -> int:
+    """Return the number of scales that each row has."""
+    if operands.x_scale is None:
+        return 0
+    return operands.x_scale.shape[1] if operands.has_block_scales else 1
+
+
+def _gathered_scales(operands: Operands, gathered: torch.Tensor) -> torch.Tensor | None:
+    """Return the scales behind the gathered rows: ``[M]``, or of blocks ``[M, ceil(K / 128)]``."""
+    count = _scales(operands)
+    if not count:
+        return None
+    address = gathered.data_ptr() + _scale_offset(gathered.shape, gathered.dtype)
+    nbytes, shape = 4 * len(gathered) * count, [len(gathered), count]
+    memory = bytes_at(address, (nbytes,), (1,), operands.x.device, gathered)
+    return view_as(memory, shape if operands.has_block_scales else shape[:1], torch.float32)
+
+
 def _staging(operands: Operands, splits: Sequence[int]) -> Staging:
-    return Staging(NAME, max(splits), operands.inner, operands.x.dtype)
+    dtype, scales = operands.x.dtype, _scales(operands)
+    return Staging(NAME, max(splits), operands.inner, dtype, scales)
 
 
 def _pieces(
@@ -282,8 +318,10 @@ def _pieces(
         source = (group.rank + step) % group.world_size
         rows, first = splits[source], sum(splits[:source])
         by_source[source] = pieces = []
-        if rows and gathered.dtype.itemsize == 1:  # float8 has scales
-            pieces.append(Piece(staging.scale_offset, scales + 4 * first, 4 * rows))
+        row_scales = 4 * staging.scales
+        if rows and row_scales:
+            target = scales + row_scales * first
+            pieces.append(Piece(staging.scale_offset, target, row_scales * rows))
         if rows:
             pieces.append(
                 Piece(0, gathered.data_ptr() + first * staging.row_bytes, rows * staging.row_bytes)
@@ -359,14 +397,9 @@ def prepare(
         parts = y[:, : operands.columns].unflatten(0, (-1, part_rows))
         result = describe_parts(parts, [config.block_m, config.block_n])
     inner_align = ALIGNMENT_BYTES // dtype.itemsize
-    scales = None
-    if operands.x_scale is not None:
-        address = gathered.data_ptr() + _scale_offset(gathered.shape, dtype)
-        memory = bytes_at(address, (4 * len(gathered),), (1,), group.device, gathered)
-        scales = view_as(memory, (len(gathered),), torch.float32)
     arguments = launch.operand_arguments(operands, config, descriptors) | {
         "gathered": gathered_tiles,
-        "gathered_scales": scales,
+        "gathered_scales": _gathered_scales(operands, gathered),
         "filled": gathered if gather else None,
         "cells": gathered.numel() if gather else 0,
         "result": result,

@@ -85,8 +85,8 @@ def _multiply(
             x_row = row if OWN else first + row
             x_rows = rows if OWN else first + rows
             il.record("tile", task, group)
-            total = multiply_tile(matrices, x_row, column, x_rows, TILING)
-            total = finish_tile(total, scales, bias, x_row, column, x_rows, N)
+            total = multiply_tile(matrices, x_row, column, x_rows, TILING, scales=scales)
+            total = finish_tile(total, scales, bias, x_row, column, x_rows, N, TILING)
             il.record("computed", task, group)
             if not OWN:
                 # A failed wait breaks the group, so later sources count as missing, too.
@@ -127,7 +127,8 @@ def all_gather_gemm(
     Args:
         scales: A :class:`Scales`, of this rank's own rows.
         gathered: The rows of all ranks, as x is passed, with rows padded to ``INNER_ALIGN``.
-        gathered_scales: A float32 scale per gathered row; None where ``scales`` are.
+        gathered_scales: The float32 scales of gathered rows, one for each, or for each of its
+            blocks; None where ``scales`` are.
         filled: The gathered rows as a pointer, of which ``cells`` elements become NaN if a peer's
             do not come; None where nobody gets them.
     """

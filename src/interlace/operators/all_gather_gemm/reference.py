@@ -23,5 +23,7 @@ def all_gather_gemm(
     """
     gathered, scale = gather_rows(operands.x, splits, group), operands.x_scale
     if scale is not None:
-        scale = gather_rows(scale.reshape(-1, 1).expand(len(operands.x), 1), splits, group)
+        if not operands.has_block_scales:
+            scale = scale.reshape(-1, 1).expand(len(operands.x), 1)
+        scale = gather_rows(scale, splits, group)
     return product(dataclasses.replace(operands, x=gathered, x_scale=scale)), gathered

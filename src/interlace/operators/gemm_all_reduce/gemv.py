@@ -119,6 +119,7 @@ def with_table(
     *,
     out_dtype: torch.dtype | None = None,
     w_along_k: bool = True,
+    has_block_scales: bool = False,
     **call: Any,
 ) -> Choice[Any]:
     """Return a choice with the kernel's configuration; where the table has the very sizes of the
@@ -128,8 +129,12 @@ def with_table(
         choice: What is taken by predicted times.
         out_dtype: The dtype of the result, if it is not the one that comes by default.
         w_along_k: Whether w is contiguous along K, as all were that were measured.
+        has_block_scales: Whether operands are float8 with a scale for each block, which the kernel
+            does not multiply.
         call: As :func:`tuned` takes it.
     """
+    if has_block_scales:
+        return choice
     tabulated = tuned(**call)
     configs: Mapping[str, GemvAllReduceConfig] = {GEMV.name: tabulated.config}
     if not (tabulated.is_exact and w_along_k) or out_dtype not in (None, call["dtype"]):

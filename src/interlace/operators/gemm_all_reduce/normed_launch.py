@@ -160,7 +160,7 @@ def run_pushed(call: GemmCall) -> DeferredCall:
         launches.append(launch)
 
         def enqueue() -> None:
-            multiply(call, product, operands.x, None)
+            multiply(call, product, operands.all_rows(), None)
             launch()
 
         return enqueue

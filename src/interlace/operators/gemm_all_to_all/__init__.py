@@ -20,8 +20,9 @@ from interlace.gemm.implementations import network
 from interlace.gemm.implementations.chunked import CHUNKED
 from interlace.gemm.implementations.fused import FUSED
 from interlace.gemm.implementations.pushed import PUSHED_ALL_TO_ALL
+from interlace.gemm.implementations.refusals import needs
 from interlace.gemm.implementations.unfused import UNFUSED
-from interlace.gemm.operands import Operands
+from interlace.gemm.operands import FLOATS, Operands
 from interlace.gemm.operator import GemmOperator, Splits
 from interlace.gemm.splits import balanced, check_sum
 from interlace.operators.gemm_all_to_all import fused, reference
@@ -47,7 +48,11 @@ class GemmAllToAll(GemmOperator):
             FUSED, run=fused.run, is_batch_invariant=True, reservation=fused.reservation
         ),
         PUSHED_ALL_TO_ALL,
-        network.across_nodes(CHUNKED, network.run_all_to_all, CHUNKED.refusal),
+        network.across_nodes(
+            CHUNKED,
+            network.run_all_to_all,
+            needs(even_rows=True, same_dtype=True, dtypes=FLOATS),
+        ),
         UNFUSED,
     )
 

@@ -84,8 +84,9 @@ def gemm_all_to_all(
         row, column = tile_m * BLOCK_M, tile_n * BLOCK_N
         if (row < rows) & (column < N):
             il.record("tile", tile, group)
-            total = multiply_tile(matrices, first + row, column, first + rows, TILING)
-            total = finish_tile(total, scales, bias, first + row, column, first + rows, N)
+            x_row, x_rows = first + row, first + rows
+            total = multiply_tile(matrices, x_row, column, x_rows, TILING, scales=scales)
+            total = finish_tile(total, scales, bias, x_row, column, x_rows, N, TILING)
             il.record("computed", tile, group)
             value = total.to(OUT)
             buffer = tl.sum(tl.where(turn.peers == dest, number, 0))

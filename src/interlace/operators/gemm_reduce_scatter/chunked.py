@@ -26,9 +26,9 @@ from interlace.costs.time import SizedCall
 from interlace.gemm import launch
 from interlace.gemm.call import GemmCall
 from interlace.gemm.config import GemmConfig
-from interlace.gemm.implementations.chunked import multiply_into
 from interlace.gemm.kernels import layout
-from interlace.gemm.operands import Operands
+from interlace.gemm.operands import Operands, RowPart, Weight
+from interlace.gemm.products import multiply_into
 from interlace.tuning.gpu import Gpu
 from interlace.units import ceil_div, round_up
 
@@ -74,11 +74,11 @@ def run_products(
     rank, ranks, dtype = group.rank, group.world_size, operands.out_dtype
     rows, columns = max(splits), operands.columns
     stride = launch.padded_columns(columns, dtype)
-    weights = [product.w.T for product in products]
+    weights = [product.weight() for product in products]
     if ranks == 1:
-        y = operands.x.new_empty([splits[rank], stride])
+        y = operands.x.new_empty([splits[rank], stride], dtype=dtype)
         multiply_sum_into(
-            y[:, :columns], [product.x for product in products], weights, operands.bias
+            y[:, :columns], [product.all_rows() for product in products], weights, operands.bias
         )
         return launch.without_padding(y, columns)
     require(group.backend)
@@ -103,12 +103,15 @@ def run_products(
         lambda: _is_by_library(products, rows, group, config),
     )
     notes = workspace.notes
-    own_rows = dataclasses.replace(operands, x=operands.x[pieces.own_rows])
+    own_x_scale = operands.x_scale
+    if own_x_scale is not None and own_x_scale.numel() > 1:
+        own_x_scale = own_x_scale[pieces.own_rows]
+    own_rows = dataclasses.replace(operands, x=operands.x[pieces.own_rows], x_scale=own_x_scale)
     own_product = own_rows if by_library else own_rows.for_kernel()
 
     def enqueue(y: torch.Tensor, sent: torch.Tensor) -> None:
         # A view costs the host as much time as enqueueing a copy, so each tensor is split once.
-        inputs = list(zip(*(product.x.split(pieces.rows) for product in products), strict=True))
+        inputs = list(zip(*(product.split(pieces.rows) for product in products), strict=True))
         parts = (sent if stride == columns else sent[:, :columns]).split(pieces.sent)
         # 1. Wait, on the copies' stream only, until the peers have read the previous call's parts.
         # The products need not wait: they write to memory of this rank.
@@ -178,7 +181,10 @@ def run_products(
             own_product.memory(),
             *(product.memory() for product in products),
         ),
-        New.like(operands.x, [splits[rank], stride], [sum(pieces.sent), stride]),
+        New(
+            group.device,
+            (([splits[rank], stride], dtype), ([sum(pieces.sent), stride], dtype)),
+        ),
         lambda y, sent: functools.partial(enqueue, y, sent),
         functools.partial(_result, columns=columns),
         copied=(1,),
@@ -288,6 +294,8 @@ def _is_by_library(
         config: The configuration of the kernel that would multiply them.
     """
     first = products[0]
+    if first.x_scale is not None:
+        return True  # the kernel takes no float8
     if group.backend == "cpu":
         # No profile knows the interpreter.
         return rows < config.block_m
@@ -308,14 +316,14 @@ def _is_by_library(
 
 def multiply_sum_into(
     out: torch.Tensor,
-    inputs: Sequence[torch.Tensor],
-    weights: Sequence[torch.Tensor],
+    inputs: Sequence[RowPart],
+    weights: Sequence[Weight],
     bias: torch.Tensor | None = None,
 ) -> None:
-    """Write the sum of products into ``out``."""
+    """Write the sum of products into ``out``. A product of float8 is the only one."""
     multiply_into(out, inputs[0], weights[0], bias)
-    for x, w in zip(inputs[1:], weights[1:], strict=True):
-        out.addmm_(x, w)
+    for rows, weight in zip(inputs[1:], weights[1:], strict=True):
+        out.addmm_(rows.x, weight.transposed)
 
 
 class _Piece(NamedTuple):

@@ -44,7 +44,9 @@ def _run(x: list[torch.Tensor], w: list[torch.Tensor], group_name: str) -> torch
     if group.spans_nodes:
         group.check()
         total = first.x.new_empty([first.rows, first.columns])
-        chunked.multiply_sum_into(total, x, [each.T for each in w])
+        chunked.multiply_sum_into(
+            total, [each.all_rows() for each in products], [each.weight() for each in products]
+        )
         return sum_rows(total, rows, process_group_named(group_name))
     y: torch.Tensor = group.perform(chunked.run_products(products, rows, group, config, mark))
     return y

@@ -1,0 +1,151 @@
+"""Products of float8 operands times their scales, by torch.
+
+A float8 matrix has one scale, one for each row, or one for each block. Blocks of x are 1 x 128 and
+those of w 128 x 128, as DeepSeek V3 and the models after it are published: ``x_scale`` is then
+``[M, ceil(K / 128)]`` and ``w_scale`` ``[ceil(N / 128), ceil(K / 128)]``.
+
+Source: ``torch.nn.functional.scaled_mm`` of PyTorch 2.11, which is cuBLAS.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from interlace.units import ceil_div, round_up
+
+SCALE_BLOCK = 128
+"""Elements of K, and rows of w, that share a scale."""
+
+_ALIGNMENT = 16
+"""cuBLAS takes N and K of float8 operands that are multiples of this."""
+
+ROWS_OF_BLOCKS = 4
+"""cuBLAS takes rows of x with block scales that are a multiple of this, as they are padded to here,
+and reads as many scales of a block of w's rows: with fewer, ``torch._scaled_mm`` reads others
+instead and says nothing.
+"""
+
+_BLOCK_CAPABILITY = (9, 0)
+"""The GPUs on which cuBLAS multiplies by scales of blocks: 10.0 has other ones."""
+
+
+def has_block_scales(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    x_scale: torch.Tensor | None,
+    w_scale: torch.Tensor | None,
+) -> bool:
+    """Return whether scales are those of blocks, by their shapes.
+
+    A matrix that is one block has one scale, whatever its shape is called.
+    """
+    if x_scale is None or w_scale is None or not x_scale.dim() == w_scale.dim() == 2:
+        return False
+    of_x, of_w = block_scale_shapes(x, w)
+    is_one = of_w == (1, 1)
+    return not is_one and tuple(x_scale.shape) == of_x and tuple(w_scale.shape) == of_w
+
+
+def block_scale_shapes(x: torch.Tensor, w: torch.Tensor) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return the shapes of ``x_scale`` and ``w_scale`` for blocks."""
+    blocks = ceil_div(x.shape[1], SCALE_BLOCK)
+    return (x.shape[0], blocks), (ceil_div(w.shape[0], SCALE_BLOCK), blocks)
+
+
+def dequantised(matrix: torch.Tensor, scale: torch.Tensor, block_rows: int) -> torch.Tensor:
+    """Return float32 ``matrix * scale``.
+
+    Args:
+        matrix: ``[rows, K]``, float8.
+        scale: ``[1]``, ``[rows]``, or two dimensions for blocks.
+        block_rows: Rows of a block: 1 of x, and 128 of w.
+    """
+    wide = matrix.float()
+    if scale.dim() == 1:
+        return wide * scale.reshape(-1, 1)
+    rows, columns = matrix.shape
+    by_row = scale.repeat_interleave(block_rows, 0)[:rows]
+    return wide * by_row.repeat_interleave(SCALE_BLOCK, 1)[:, :columns]
+
+
+def multiply_into(
+    out: torch.Tensor,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    x_scale: torch.Tensor,
+    w_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> bool:
+    """Compute ``x @ w.T`` times the scales, ``+ bias``, into ``out`` by cuBLAS.
+
+    Args:
+        out: ``[M, N]``, with contiguous rows.
+        x: ``[M, K]``, float8, with contiguous rows.
+        w: ``[N, K]``, float8, contiguous along K.
+        x_scale, w_scale: float32: ``[1]``, or ``[M]`` and ``[N]``; or both those of blocks.
+        bias: ``[N]`` of out's dtype, or None.
+
+    Returns:
+        Whether cuBLAS takes such a product; else nothing was computed.
+    """
+    in_blocks = x_scale.dim() == 2
+    is_one = x_scale.numel() == w_scale.numel() == 1 and not in_blocks
+    takes = (
+        x.is_cuda
+        and len(x) > 0
+        and w.shape[0] % _ALIGNMENT == w.shape[1] % _ALIGNMENT == 0
+        # Its results with a scale for each row are bfloat16, and it adds no float32 bias.
+        and (out.dtype == torch.bfloat16 or (bias is None and (is_one or in_blocks)))
+    )
+    if in_blocks:
+        takes = (
+            takes
+            and torch.version.hip is None
+            and torch.cuda.get_device_capability(x.device) == _BLOCK_CAPABILITY
+        )
+    if not takes:
+        return False
+    if in_blocks:
+        _multiply_blocks_into(out, x, w, x_scale, w_scale, bias)
+        return True
+    if is_one:
+        x_scale, w_scale = x_scale.reshape(()), w_scale.reshape(())
+    else:
+        x_scale = x_scale.reshape(-1, 1).expand(len(x), 1).contiguous()
+        w_scale = w_scale.reshape(1, -1).expand(1, len(w)).contiguous()
+    # The left operand must be row-major, the right one column-major.
+    torch._scaled_mm(x, w.T, x_scale, w_scale, bias=bias, out_dtype=out.dtype, out=out)
+    return True
+
+
+def _multiply_blocks_into(
+    out: torch.Tensor,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    x_scale: torch.Tensor,
+    w_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> None:
+    """Compute a product with scales of blocks, which cuBLAS reads along rows of x, and along K of w
+    with padding.
+    """
+    lacking_rows, lacking = (
+        round_up(count, ROWS_OF_BLOCKS) - count for count in (len(x), w_scale.shape[1])
+    )
+    if lacking:
+        w_scale = F.pad(w_scale, (0, lacking))
+    if lacking_rows:
+        # Bytes: torch pads no float8.
+        x = F.pad(x.view(torch.uint8), (0, 0, 0, lacking_rows)).view(x.dtype)
+        x_scale = F.pad(x_scale, (0, 0, 0, lacking_rows))
+        y = out.new_empty([len(x), len(w)])
+        _multiply_blocks_into(y, x, w, x_scale, w_scale, bias)
+        out.copy_(y[: len(out)])
+        return
+    torch._scaled_mm_v2(
+        x, w.T,
+        [x_scale.T.contiguous().T], [F.ScalingType.BlockWise1x128.value], [],
+        [w_scale.contiguous().T], [F.ScalingType.BlockWise128x128.value], [],
+        bias, out.dtype, out=out,
+    )  # fmt: skip

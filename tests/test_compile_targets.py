@@ -507,7 +507,7 @@ def _all_gather_gemm():
 def _gemm_all_to_all_columns():
     """Whole tiles through descriptors; ordinary loads and stores, a bias, w along N."""
     sizes = dict.fromkeys(("first_row", "own_cells", "tiles_n"), "i32")
-    described, _, stored = _products()
+    described, _, stored, *_ = _products()
     for owners, (types, constants) in ((1, described), (2, described), (2, stored)):
         tables = dict.fromkeys(("columns", "strides"), "*i64")
         yield types | sizes | tables, constants | {"OWNERS": owners, "FACTOR": 8}
@@ -517,7 +517,7 @@ def _all_to_all_gemm():
     """As there, and a single rank's own product."""
     sizes = dict.fromkeys(("own_columns", "place", "gathered_stride", "y_stride", "cells"), "i32")
     moved = {"SENDERS": 16, "LINES": 32, "COLS": 512, "FACTOR": 16}
-    (types, constants), _, (pointers, stores) = _products()
+    (types, constants), _, (pointers, stores), *_ = _products()
     described = {"x": "*bf16", "result": "tensordesc<bf16[64, 64]>"}
     yield types | sizes | described, constants | moved
     alone = stores["SENDING"]._replace(world_size=1)

@@ -1,14 +1,15 @@
 """Time the products around attention by Ulysses beside the pair that programs run.
 
-    python benchmarks/sequence_parallel.py --json FILE [--ranks 2] [--configs]
+    python benchmarks/sequence_parallel.py --json FILE [--ranks 2] [--configs [--tables FOLDER]]
 
 Of each size: the QKV product whose columns go to the ranks of their heads
 (``gemm_all_to_all_columns``), the output product whose heads come back (``all_to_all_gemm``), and
 both with their backward passes. Ways: ``auto``, Interlace's; ``pair``, ``F.linear``, a permute and
 ``all_to_all_single`` of NCCL, one exchange for queries, keys and values together; ``product`` and
 ``exchange``, which no way can do without. With ``--configs`` also other configurations of the fused
-kernel. Microseconds of the slowest rank, the median and deciles, eager and in a CUDA graph. Results
-are compared with the pair's first.
+kernel, of which ``--tables`` keeps the fastest in the tuned tables of a folder, such as
+``src/interlace/tuning/tables``: ``impl="auto"`` goes by these. Microseconds of the slowest rank,
+the median and deciles, eager and in a CUDA graph. Results are compared with the pair's first.
 """
 
 from __future__ import annotations
@@ -27,6 +28,11 @@ import torch.nn.functional as F
 from program_times import in_graph, in_turn
 
 import interlace
+from interlace import tuning
+from interlace.bench import tuned
+from interlace.cli.machine import describe
+from interlace.documents import to_json
+from interlace.gemm.config import GemmConfig
 from interlace.registry import operator_named
 
 TO_COLUMNS, TO_ROWS = "gemm_all_to_all_columns", "all_to_all_gemm"
@@ -56,10 +62,18 @@ SIZES = tuple(
     for tokens in (8192, 32768, 131072)
 )
 CALLS, SETTLING = 5, 10
-# A configuration's fields beside the default's.
+# What configurations change of the default; what does not is there to be in the tables.
 CONFIGS: dict[str, tuple[dict[str, Any], ...]] = {
-    TO_COLUMNS: ({"stagger": 0}, {"group_m": 4}, {"group_m": 16}, {"block_n": 128}),
-    TO_ROWS: ({"senders": 8}, {"senders": 24}, {"senders": 32}, {"group_m": 16}, {"block_n": 128}),
+    TO_COLUMNS: tuple(
+        {name: value}
+        for name, values in (("stagger", (100, 0)), ("group_m", (4, 16)), ("block_n", (128,)))
+        for value in values
+    ),
+    TO_ROWS: tuple(
+        {name: value}
+        for name, values in (("senders", (16, 8, 24, 32)), ("group_m", (16,)), ("block_n", (128,)))
+        for value in values
+    ),
 }
 
 
@@ -126,8 +140,22 @@ def work_of(size: Size) -> Iterator[Work]:
     )
 
 
-def ways_of(work: Work, *, with_configs: bool) -> dict[str, Callable[[int], Any]]:
-    """Return the forward pass in every way."""
+def configs_of(work: Work) -> dict[str, GemmConfig]:
+    """Return the default configuration of a call, and others, by what they change of it."""
+    ranks, x = dist.get_world_size(), work.x
+    sizes = work.sizes | {"rows": work.sizes["rows"] * ranks}
+    declaration: Any = operator_named(work.operator)
+    start = declaration.choose(**sizes, dtype=x.dtype, device=x.device, world_size=ranks).config
+    start = declaration.fitted(start, work.options.get("column_ranges", []))
+    return {
+        f"{name}={value}": dataclasses.replace(start, **{name: value})
+        for fields in CONFIGS[work.operator]
+        for name, value in fields.items()
+    }
+
+
+def ways_of(work: Work, configs: dict[str, GemmConfig]) -> dict[str, Callable[[int], Any]]:
+    """Return the forward pass in every way, and with these configurations."""
     sizes, (sent, received) = work.sizes, work.sent
     left = torch.randn(sizes["rows"], sizes["inner"], device="cuda").bfloat16()
     flat, arrived = (left.new_empty(sum(each)) for each in (sent, received))
@@ -137,18 +165,8 @@ def ways_of(work: Work, *, with_configs: bool) -> dict[str, Callable[[int], Any]
         "product": lambda i: F.linear(left, work.weights[i % 2]),
         "exchange": lambda i: dist.all_to_all_single(arrived, flat, received, sent),
     }
-    if with_configs:
-        rows = sizes["rows"] * dist.get_world_size()
-        start = operator_named(work.operator).choose(
-            **(sizes | {"rows": rows}),
-            dtype=left.dtype,
-            device=left.device,
-            world_size=dist.get_world_size(),
-        )
-        for fields in CONFIGS[work.operator]:
-            config = dataclasses.replace(start.config, **fields)
-            name = ", ".join(f"{key}={value}" for key, value in fields.items())
-            ways[name] = lambda i, config=config: work.call(i, impl="fused", config=config)
+    for name, config in configs.items():
+        ways[name] = lambda i, config=config: work.call(i, impl="fused", config=config)
     return ways
 
 
@@ -162,10 +180,12 @@ def time_work(work: Work, *, with_configs: bool) -> dict[str, Any]:
         if not error < 2**-6:
             raise AssertionError(f"{work.operator}, {work.sizes}: wrong by {error:.2g}")
         del wanted, y
-        ways = ways_of(work, with_configs=with_configs)
+        configs = configs_of(work) if with_configs else {}
+        ways = ways_of(work, configs)
         for name, times in in_turn(ways, calls=CALLS, settling=SETTLING).items():
             found[name] = times | {"graph": in_graph(ways[name], period=2)}
     leaving = sum(work.sent[0]) - work.sent[0][dist.get_rank()]
+    found["configs"] = {name: str(config) for name, config in configs.items()}
     found |= {"flops": 2 * math.prod(work.sizes.values()), "link_bytes": 2 * leaving}
     for tensor in (work.x, *work.weights):
         tensor.requires_grad_()
@@ -188,15 +208,48 @@ def worker(with_configs: bool) -> list[dict[str, Any]]:
     return results
 
 
+def entry_of(result: dict[str, Any], ranks: int) -> dict[str, Any]:
+    """Return the entry of a tuned table for one result with configurations."""
+    times = {name: result[name]["graph"]["median_us"] for name in ("pair", *result["configs"])}
+    best = min(result["configs"], key=times.__getitem__)
+    return {
+        "world_size": ranks,
+        "dtype": "bfloat16",
+        "rows": result["tokens"],
+        "columns": result["columns"],
+        "inner": result["inner"],
+        "impl": "fused" if times[best] < times["pair"] else "unfused",
+        "config": result["configs"][best],
+        "fused_us": times[best],
+        "unfused_us": times["pair"],
+        "unfused": "cuBLAS + NCCL",
+    }
+
+
+def write_tables(folder: Path, results: list[dict[str, Any]], ranks: int) -> None:
+    """Add results to the tuned tables of both operators for this machine's GPU."""
+    machine = describe()
+    for operator in (TO_COLUMNS, TO_ROWS):
+        file = folder / tuning.file_name(operator, machine["gpus"][0])
+        entries = [entry_of(each, ranks) for each in results if each["operator"] == operator]
+        table = tuned.merge(tuned.read(file, operator), operator, machine, entries)
+        file.write_text(to_json(table), encoding="utf-8")
+
+
 def main() -> None:
     """Run the benchmark and write its results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--configs", action="store_true", help="time other configurations, too")
+    parser.add_argument("--tables", type=Path, help="folder of tuned tables; needs --configs")
     parser.add_argument("--json", type=Path, required=True)
     options = parser.parse_args()
+    if options.tables is not None and not options.configs:
+        parser.error("--tables needs --configs")
     results, *_ = interlace.launch(worker, options.ranks, options.configs, backend="cuda")
     documents.write(options.json, results)
+    if options.tables is not None:
+        write_tables(options.tables, results, options.ranks)
 
 
 if __name__ == "__main__":

@@ -170,10 +170,10 @@ class SequenceOperator(Operator):
         Args:
             rows: Rows of each rank.
         """
-        # Of the whole sequence, so that each rank's share is what tiles are chosen by.
-        choice = self.choose(
-            **operands.sizes(sum(rows)), world_size=world_size, w_along_k=operands.w_along_k
-        )
+        # Rows of the whole sequence, so that each rank's share is what tiles are chosen by; and all
+        # of K, also where x has only some of its columns.
+        sizes = operands.sizes(sum(rows)) | {"inner": operands.w.shape[1]}
+        choice = self.choose(**sizes, world_size=world_size, w_along_k=operands.w_along_k)
         choice = dataclasses.replace(choice, config=self.fitted(choice.config, columns))
         if nodes == 1:
             return choice

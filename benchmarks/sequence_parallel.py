@@ -62,18 +62,11 @@ SIZES = tuple(
     for tokens in (8192, 32768, 131072)
 )
 CALLS, SETTLING = 5, 10
-# What configurations change of the default; what does not is there to be in the tables.
-CONFIGS: dict[str, tuple[dict[str, Any], ...]] = {
-    TO_COLUMNS: tuple(
-        {name: value}
-        for name, values in (("stagger", (100, 0)), ("group_m", (4, 16)), ("block_n", (128,)))
-        for value in values
-    ),
-    TO_ROWS: tuple(
-        {name: value}
-        for name, values in (("senders", (16, 8, 24, 32)), ("group_m", (16,)), ("block_n", (128,)))
-        for value in values
-    ),
+# What configurations change of the default, a field at a time; the first ones change nothing, and
+# are there to be in the tables.
+CONFIGS: dict[str, dict[str, tuple[int, ...]]] = {
+    TO_COLUMNS: {"stagger": (100, 0), "group_m": (4, 16), "block_n": (128,)},
+    TO_ROWS: {"senders": (16, 8, 24, 32), "group_m": (16,), "block_n": (128,)},
 }
 
 
@@ -149,8 +142,8 @@ def configs_of(work: Work) -> dict[str, GemmConfig]:
     start = declaration.fitted(start, work.options.get("column_ranges", []))
     return {
         f"{name}={value}": dataclasses.replace(start, **{name: value})
-        for fields in CONFIGS[work.operator]
-        for name, value in fields.items()
+        for name, values in CONFIGS[work.operator].items()
+        for value in values
     }
 
 

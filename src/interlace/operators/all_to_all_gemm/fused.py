@@ -56,8 +56,10 @@ def run(call: SequenceCall) -> DeferredCall | Pair:
         product = prepare(call, operands, None, operands.x, y)
         with group.running():
             product()
-        copy = call.gather and operands.x.clone(memory_format=torch.contiguous_format)
-        return launch.without_padding(y, columns), operands.x[:0] if copy is False else copy
+        gathered = operands.x.new_empty(own_rows if call.gather else 0, inner)
+        if call.gather:
+            gathered.copy_(operands.x)
+        return launch.without_padding(y, columns), gathered
     # Peers store their columns straight into what may be a result, so it is symmetric memory.
     stride = launch.padded_columns(inner, dtype)
     take_output = taking_output(_output_bytes(call), [own_rows, stride], dtype)
@@ -69,6 +71,8 @@ def run(call: SequenceCall) -> DeferredCall | Pair:
     def prepare_launch(
         output: Output, gathered: torch.Tensor, y: torch.Tensor
     ) -> Callable[[], None]:
+        # Before anything is enqueued: the workspace may have to grow.
+        group.workspace(*_signals(call))
         return lambda: prepare(call, operands, output.destination, gathered, y)()
 
     return DeferredCall(

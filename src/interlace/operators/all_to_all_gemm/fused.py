@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from interlace.comm import Group
+from interlace.comm import MAX_PROGRAMS, Group
 from interlace.comm.groups.outputs import Destination, Output, kept, taking_output
 from interlace.comm.groups.reservation import Reservation, WorkspaceSize
 from interlace.comm.launching.kernels import Launch, describe_matrix
@@ -37,7 +37,7 @@ class AllToAllGemmConfig(GemmConfig):
     fields ``interleave`` and ``stagger`` mean nothing here.
 
     Attributes:
-        senders: Programs that send this rank's columns; all others multiply.
+        senders: Programs that send this rank's columns, beside the ``max_programs`` that multiply.
     """
 
     senders: int = between(16, 1, 1 << 20)
@@ -160,11 +160,11 @@ def prepare(
     if descriptors:
         result = describe_matrix(y[:, :columns], y.shape[1], [config.block_m, config.block_n])
     stride, gathered_stride = launch.row_stride(x), launch.row_stride(multiplied.x)
-    programs = launch.programs(group, config)
-    senders = 0
+    # Senders come on top: when they have left, as many multiplying programs take their places.
+    programs, senders = launch.programs(group, config), 0
     if ranks > 1:
-        programs = max(programs, 2)
-        senders = min(config.senders, programs - 1)
+        senders = min(config.senders, programs, MAX_PROGRAMS // 2)
+        programs = min(programs, MAX_PROGRAMS - senders) + senders
     arguments = {
         # Symmetric memory comes as an address, unless through a descriptor.
         "x": x,

@@ -7,7 +7,7 @@ import interlace.language as il
 from interlace.gemm.kernels.grants import (
     grant_buffer, granted_buffers, own_output, turn_of,
 )
-from interlace.gemm.kernels.places import FIRST_ROW, HEADER, ROUTE, ROWS_SENT
+from interlace.gemm.kernels.places import FIRST_ROW, HEADER, ROUTE, ROWS_SENT, TICKETS
 from interlace.gemm.kernels.tiles import Matrices, add_bias, cells_of, multiply_tile, tile_place
 
 
@@ -31,10 +31,12 @@ def all_to_all_gemm(
     source. The first ``SENDERS`` programs wait for all grants, and then go round over blocks of
     BLOCK_M rows of all ranks, first blocks first and of each block the neighbour's rows first: they
     put this rank's columns of them into the owner's buffer, at column ``place``, and set the signal
-    ``[me][block]`` there. This rank's own rows go the same way. The other programs go round over
-    tiles of the result: each waits for all sources' signals of its block of rows, and multiplies
-    along all of K, in rank order on every rank. Signals of blocks have one set: a source sets one
-    again only after it was granted a buffer in a later call, and so after this call.
+    ``[me][block]`` there. This rank's own rows go the same way. The other programs draw tiles of the
+    result from a ticket counter, first blocks first: each waits for all sources' signals of its
+    block of rows, and multiplies along all of K, in rank order on every rank. Programs that fit on
+    the GPU only when the senders have left draw what is still there. Signals of blocks have one
+    set: a source sets one again only after it was granted a buffer in a later call, and so after
+    this call. Tickets have two: program 0 clears the next call's.
 
     No program waits but for programs of its own index or below: senders for grants, which are
     program 0's, and the others for senders.
@@ -78,7 +80,6 @@ def all_to_all_gemm(
                 first = tl.load(routes + dest * ROUTE + FIRST_ROW).to(tl.int32)
                 rows = tl.load(routes + dest * ROUTE + ROWS_SENT).to(tl.int32)
                 if block * BLOCK_M < rows:
-                    il.record("tile", task, group)
                     number = tl.sum(tl.where(turn.peers == dest, numbers, 0))
                     buffer = il.pointer(buffers.address + number.to(tl.int64) * buffers.nbytes, OUT)
                     _put_rows(
@@ -92,29 +93,44 @@ def all_to_all_gemm(
     tiles_n = (N + BLOCK_N - 1) // BLOCK_N
     tiles_m = (own_rows + BLOCK_M - 1) // BLOCK_M
     tiles = tiles_m * tiles_n
-    start = tl.where(program < SENDERS, tiles, program - SENDERS)
-    for task in tl.range(start, tiles, programs - SENDERS):
-        tile_m, tile_n = tile_place(task, tiles_m, tiles_n, GROUP_M)
-        row, column = tile_m * BLOCK_M, tile_n * BLOCK_N
-        arrived = program >= 0
-        if WORLD_SIZE > 1:
-            awaited = arrivals + turn.peers * per_source + tile_m
-            is_source = turn.peers < WORLD_SIZE
-            arrived = il.wait(awaited, stamp, turn.peers, tile_m, group, is_source)
-            if TILING.descriptors:
-                # Descriptors load through another proxy than the one that the wait orders.
-                il.accept_tiles()
-        il.record("tile", task, group)
-        total = multiply_tile(matrices, row, column, own_rows, TILING)
-        if bias is not None:
-            total = add_bias(total, bias, column, N)
-        il.record("computed", task, group)
-        value = il.nan_unless(arrived.to(tl.int32), total).to(OUT)
-        if SENDING.tile_stores:
-            result.store([row, column], value)
-        else:
-            place_of_cells, inside = cells_of(0, row, column, own_rows, N, y_stride, TILING)
-            tl.store(il.pointer(y_address, OUT) + place_of_cells, value, mask=inside)
+    tickets = il.peer_pointer(flags + TICKETS, me, group)
+    if program == 0:
+        # The next call's set, which no program of this call uses.
+        tl.store(il.in_turn(tickets, epoch + 1, 1), 0)
+    ticket, is_multiplier = il.in_turn(tickets, epoch, 1), program >= SENDERS
+    # There are draws for all tiles even if the programs that start only when the senders have left
+    # draw none.
+    multipliers = programs - SENDERS
+    early = tl.where(multipliers > SENDERS, multipliers - SENDERS, multipliers)
+    draws = tl.where(is_multiplier, (tiles + early - 1) // early, 0)
+    tile = tl.atomic_add(ticket, 1, mask=is_multiplier, sem="relaxed", scope="gpu")
+    for draw in range(draws):
+        # The next tile is drawn before this one is computed, so that its number arrives meanwhile.
+        more = (draw + 1 < draws) & (tile < tiles)
+        drawn = tl.atomic_add(ticket, 1, mask=more, sem="relaxed", scope="gpu")
+        if tile < tiles:
+            tile_m, tile_n = tile_place(tile, tiles_m, tiles_n, GROUP_M)
+            row, column = tile_m * BLOCK_M, tile_n * BLOCK_N
+            arrived = program >= 0
+            if WORLD_SIZE > 1:
+                awaited = arrivals + turn.peers * per_source + tile_m
+                is_source = turn.peers < WORLD_SIZE
+                arrived = il.wait(awaited, stamp, turn.peers, tile_m, group, is_source)
+                if TILING.descriptors:
+                    # Descriptors load through another proxy than the one that the wait orders.
+                    il.accept_tiles()
+            il.record("tile", tile, group)
+            total = multiply_tile(matrices, row, column, own_rows, TILING)
+            if bias is not None:
+                total = add_bias(total, bias, column, N)
+            il.record("computed", tile, group)
+            value = il.nan_unless(arrived.to(tl.int32), total).to(OUT)
+            if SENDING.tile_stores:
+                result.store([row, column], value)
+            else:
+                cells_of_tile, inside = cells_of(0, row, column, own_rows, N, y_stride, TILING)
+                tl.store(il.pointer(y_address, OUT) + cells_of_tile, value, mask=inside)
+        tile = tl.where(more, drawn, tiles)
     if WORLD_SIZE > 1:
         # 4. Who gets the gathered rows must not take others for them.
         if (program == programs - 1) & (cells > 0):

@@ -6,7 +6,9 @@ Of each size: the QKV product whose columns go to the ranks of their heads
 (``gemm_all_to_all_columns``), the output product whose heads come back (``all_to_all_gemm``), and
 both with their backward passes. Ways: ``auto``, Interlace's; ``pair``, ``F.linear``, a permute and
 ``all_to_all_single`` of NCCL, one exchange for queries, keys and values together; ``product`` and
-``exchange``, which no way can do without. With ``--configs`` also other configurations of the fused
+``exchange``, which no way can do without; and where FlashInfer is installed ``flashinfer``, its
+``UlyssesCommunicator``, whose exchange has the permute in it, of queries, keys and values one by
+one. With ``--configs`` also other configurations of the fused
 kernel, of which ``--tables`` keeps the fastest in the tuned tables of a folder, such as
 ``src/interlace/tuning/tables``: ``impl="auto"`` goes by these. Microseconds of the slowest rank,
 the median and deciles, eager and in a CUDA graph. Results are compared with the pair's first.
@@ -16,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -147,6 +150,32 @@ def configs_of(work: Work) -> dict[str, GemmConfig]:
     }
 
 
+def flashinfer_of(work: Work, size: Size) -> Callable[[int], torch.Tensor] | None:
+    """Return the call by FlashInfer's communicator; None if it is not installed, or takes no such
+    heads.
+    """
+    ranks, dim = dist.get_world_size(), size.head_dim
+    if importlib.util.find_spec("flashinfer") is None or size.kv_heads % ranks:
+        return None
+    ulysses = importlib.import_module("flashinfer.comm.ulysses")
+    own_rows, counts = work.sizes["rows"], [size.heads, size.kv_heads, size.kv_heads]
+    communicator = ulysses.UlyssesCommunicator(
+        dist.group.WORLD, max_elems=own_rows * size.heads * dim, dtype=work.x.dtype
+    )
+
+    def to_columns(number: int) -> torch.Tensor:
+        y = F.linear(work.x, work.weights[number % 2]).view(1, own_rows, -1, dim)
+        q, *_ = (communicator.scatter_heads(part.contiguous()) for part in y.split(counts, 2))
+        queries: torch.Tensor = q
+        return queries
+
+    def to_rows(number: int) -> torch.Tensor:
+        gathered = communicator.gather_heads(work.x.view(1, len(work.x), -1, dim))
+        return F.linear(gathered.view(own_rows, -1), work.weights[number % 2])
+
+    return to_columns if work.operator == TO_COLUMNS else to_rows
+
+
 def ways_of(work: Work, configs: dict[str, GemmConfig]) -> dict[str, Callable[[int], Any]]:
     """Return the forward pass in every way, and with these configurations."""
     sizes, (sent, received) = work.sizes, work.sent
@@ -163,7 +192,7 @@ def ways_of(work: Work, configs: dict[str, GemmConfig]) -> dict[str, Callable[[i
     return ways
 
 
-def time_work(work: Work, *, with_configs: bool) -> dict[str, Any]:
+def time_work(work: Work, size: Size, *, with_configs: bool) -> dict[str, Any]:
     """Return the times of all ways of one call, and of its steps."""
     found: dict[str, Any] = {"operator": work.operator, **work.sizes}
     with torch.no_grad():
@@ -175,6 +204,9 @@ def time_work(work: Work, *, with_configs: bool) -> dict[str, Any]:
         del wanted, y
         configs = configs_of(work) if with_configs else {}
         ways = ways_of(work, configs)
+        peer = flashinfer_of(work, size)
+        if peer is not None:
+            ways["flashinfer"] = peer
         for name, times in in_turn(ways, calls=CALLS, settling=SETTLING).items():
             found[name] = times | {"graph": in_graph(ways[name], period=2)}
     leaving = sum(work.sent[0]) - work.sent[0][dist.get_rank()]
@@ -193,7 +225,7 @@ def worker(with_configs: bool) -> list[dict[str, Any]]:
     results = []
     for size in SIZES:
         for work in work_of(size):
-            timed = time_work(work, with_configs=with_configs)
+            timed = time_work(work, size, with_configs=with_configs)
             results.append(dataclasses.asdict(size) | timed)
             if dist.get_rank() == 0:
                 ratio = timed["auto"]["graph"]["median_us"] / timed["pair"]["graph"]["median_us"]

@@ -82,8 +82,9 @@ def all_to_all_gemm(
                 if block * BLOCK_M < rows:
                     number = tl.sum(tl.where(turn.peers == dest, numbers, 0))
                     buffer = il.pointer(buffers.address + number.to(tl.int64) * buffers.nbytes, OUT)
+                    rows_of_dest = x + first.to(tl.int64) * il.multiple_of(x_stride, FACTOR)
                     _put_rows(
-                        x + first.to(tl.int64) * il.multiple_of(x_stride, FACTOR), buffer + il.multiple_of(place, FACTOR), block * BLOCK_M,
+                        rows_of_dest, buffer + il.multiple_of(place, FACTOR), block * BLOCK_M,
                         tl.minimum((block + 1) * BLOCK_M, rows), own_columns, x_stride,
                         gathered_stride, dest, group, LINES, COLS, FACTOR,
                     )

@@ -168,10 +168,10 @@ def test_float32_is_multiplied_by_the_library() -> None:
 
 
 def test_float8_goes_by_what_takes_it() -> None:
-    """Few implementations have a result that is wider than their operands."""
+    """What is predicted knows that float8 is multiplied faster, and its result is no smaller."""
     choice = _auto("gemm_all_to_all", 8192, 8192, 7168, 2, dtype=torch.float8_e4m3fn)
     assert choice.impl == "fused"
-    assert choice.times_us.keys() == {"fused", "unfused"}
+    assert choice.times_us.keys() == {"fused", "chunked", "unfused"}
     wide = _auto("gemm_all_to_all", 8192, 8192, 7168, 2)
     assert choice.times_us["fused"] < 0.7 * wide.times_us["fused"]
 

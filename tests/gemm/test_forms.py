@@ -19,6 +19,8 @@ from interlace.comm import Group
 from interlace.comm.launching.kernels import Launch
 from interlace.comm.replay.replays import Replays
 from interlace.gemm import dispatch
+from interlace.gemm.operands import FLOAT8
+from interlace.gemm.scaled import block_scale_shapes
 
 ROWS, COLUMNS, INNER = 8, 16, 32
 
@@ -88,6 +90,56 @@ def test_the_first_call_of_a_form_finds_out_for_all(ranks: Any, name: str, impl:
     for long_ways, error in ranks(2).run(_calls_elsewhere, name, impl):
         assert long_ways == [True, False, False, False]
         assert error < 1e-4
+
+
+def _scaled_elsewhere(name: str, impl: str) -> tuple[list[bool], list[float]]:
+    """Which calls of float8 take the long way: two of each kind of scales, which lie elsewhere; and
+    the errors of all.
+    """
+    operator, long_ways, errors = getattr(interlace, name), [], []
+    inner = 256  # two blocks
+    with _remembering() as (members, _):
+        for kind in ("matrices", "rows", "blocks", "blocks along rows"):
+            for seed in range(2):
+                generator = torch.Generator().manual_seed(10 * seed + dist.get_rank())
+                shapes = (ROWS, inner), (COLUMNS, inner)
+                x, w = (torch.randn(shape, generator=generator).to(FLOAT8) for shape in shapes)
+                scale_shapes: Any = {"matrices": ((1,), (1,)), "rows": ((ROWS, 1), (COLUMNS,))}
+                of_x, of_w = scale_shapes.get(kind, block_scale_shapes(x, w))
+                x_scale = torch.rand(of_x, generator=generator) + 0.5
+                w_scale = torch.rand(of_w, generator=generator) + 0.5
+                if kind == "blocks along rows":
+                    x_scale = x_scale.T.contiguous().T
+                options = {"x_scale": x_scale, "w_scale": w_scale}
+                results: list[torch.Tensor] = []
+
+                def call(
+                    x: torch.Tensor = x,
+                    w: torch.Tensor = w,
+                    options: dict[str, torch.Tensor] = options,
+                    results: list[torch.Tensor] = results,
+                ) -> None:
+                    results.append(operator(x, w, impl=impl, group=members, **options))
+
+                long_ways.append(_takes_long_way(call))
+                expected = operator(x, w, impl="unfused", **options)
+                error = (results[0] - expected).abs().max() / expected.abs().max()
+                errors.append(float(error))
+    return long_ways, errors
+
+
+@pytest.mark.parametrize(
+    ("name", "impl"),
+    [
+        ("gemm_all_reduce", "pushed"), ("gemm_reduce_scatter", "chunked"),
+        ("all_gather_gemm", "chunked"), ("gemm_all_to_all", "fused"),
+    ],
+)  # fmt: skip
+def test_calls_with_scales_are_found_by_their_kind(ranks: Any, name: str, impl: str) -> None:
+    for long_ways, errors in ranks(2).run(_scaled_elsewhere, name, impl):
+        assert long_ways == [True, False] * 4
+        # Sums are rounded to bfloat16 twice.
+        assert max(errors) < 2**-6
 
 
 def _preparations(name: str) -> tuple[list[bool], float]:

@@ -219,7 +219,7 @@ def _entered(call: Callable[[], Any]) -> tuple[Any, list[str]]:
     return result, files
 
 
-_MOST_FUNCTIONS = 80
+_MOST_FUNCTIONS = 90
 """Functions of Python that a call which comes again may enter; without recalling it are 200."""
 
 

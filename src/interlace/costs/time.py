@@ -73,8 +73,8 @@ profile with 1.15 chooses best at calls that it has not seen, with 1 and 1.3 wor
 _BLOCK_SCALES, _OWN_BLOCK_SCALES = 1.15, 1.9
 """How much longer the library, and our tiles, take for a product of float8 operands with a scale
 for each block than with one for each matrix. Sums go from the matrix unit to registers and are
-scaled there after each block of K, which our tiles do not do beside the next block's product:
-0.89 to 1.36 and 1.7 to 2.0 times as long in five products on an H200 (decision 0031).
+scaled there after each block of K, which our tiles do not do beside the next block's product: 1.04
+to 1.18 and 1.7 to 2.2 times as long in five products on an H200 (decision 0031).
 """
 
 

@@ -105,8 +105,23 @@ def known_call(
     gather: bool,
     impl: str,
     group: Group,
+    x_scale: torch.Tensor | None,
+    w_scale: torch.Tensor | None,
 ) -> Known:
-    """Return the form of a call of plain operands and its addresses, for ``Group.recall``."""
+    """Return the form of a call of plain operands and its addresses, for ``Group.recall``.
+
+    Scales of rows have the same form as vectors, as rows and as columns.
+    """
+    scales: tuple[Hashable, ...] = ()
+    scale_addresses: tuple[int, ...] = ()
+    if x_scale is not None and w_scale is not None:
+        is_wide = x_scale.dim() == 2 and x_scale.shape[1] > 1
+        strides = x_scale.stride() if is_wide else None
+        scale_addresses = x_scale.data_ptr(), w_scale.data_ptr()
+        scales = (
+            x_scale.numel(), strides, x_scale.dtype, w_scale.numel(), w_scale.dtype,
+            *(address % _ALIGNMENT for address in scale_addresses),
+        )  # fmt: skip
     x_address, w_address = x.data_ptr(), w.data_ptr()
     bias_address, extra = 0, None
     if bias is not None:
@@ -116,9 +131,9 @@ def known_call(
         operator.name, impl, gather, out_dtype,
         x.shape, x.stride(), x.dtype, x_address % _ALIGNMENT,
         w.shape, w.stride(), w.dtype, w_address % _ALIGNMENT,
-        extra, operator.place_of(x, group), invariance.mode(), autotune.is_enabled(impl),
+        extra, scales, operator.place_of(x, group), invariance.mode(), autotune.is_enabled(impl),
     )  # fmt: skip
-    return form, (x_address, w_address, bias_address)
+    return form, (x_address, w_address, bias_address, *scale_addresses)
 
 
 def run(
@@ -153,12 +168,13 @@ def run(
         GroupError: The group is too large or broken.
     """
     group = group_for(operator.name, group_name, operands.x.device)
-    is_plain = epilogue is None and out is None and _is_recallable(operands, splits, config)
+    is_plain = epilogue is None and out is None and _is_recallable(splits, config)
     if is_plain and group.replays.is_enabled:
         x, w, bias = operands.x, operands.w, operands.bias
-        known = known_call(operator, x, w, bias, operands.out_dtype, gather, impl, group)
+        scales = operands.x_scale, operands.w_scale
+        known = known_call(operator, x, w, bias, operands.out_dtype, gather, impl, group, *scales)
         if not ranges.is_listening():
-            result = group.recall_known(known, x, w, bias)
+            result = group.recall_known(known, x, w, bias, *scales)
             if result is not None:
                 return result
     form = None if known is None else known[0]
@@ -227,12 +243,11 @@ def _run_decided(call: GemmCall, decision: Decision) -> Any:
     raise AssertionError("the unfused pair runs any call")
 
 
-def _is_recallable(operands: Operands, splits: Splits, config: str) -> bool:
-    """Return whether a call is found by its operands: lists of rows, float8's scales and given
-    configurations are not looked at.
+def _is_recallable(splits: Splits, config: str) -> bool:
+    """Return whether a call is found by its operands: lists of rows and given configurations are
+    not looked at.
     """
-    has_scales = operands.x_scale is not None or operands.w_scale is not None
-    return not (has_scales or config or any(rows is not None for rows in splits))
+    return not (config or any(rows is not None for rows in splits))
 
 
 def _keep_what_fits(call: GemmCall, decision: Decision) -> None:
@@ -328,6 +343,8 @@ def _run_again(
     x: torch.Tensor,
     w: torch.Tensor,
     bias: torch.Tensor | None,
+    x_scale: torch.Tensor | None,
+    w_scale: torch.Tensor | None,
 ) -> Any:
     """Run a call like one that has run, past all that was found out before that one's first run.
 
@@ -342,11 +359,13 @@ def _run_again(
         The result.
     """
     # What comes again is worth a graph, which the long way through the implementation makes.
-    if again and not ranges.is_listening() and not group.replays.comes_again(known):
+    is_short = again is not None and x_scale is None
+    if is_short and not ranges.is_listening() and not group.replays.comes_again(known):
+        assert again is not None
         result = again(group, known, x, w, bias)
         if result is not None:
             return result
-    operands = Operands(x, w, bias, None, None, out_dtype)
+    operands = Operands(x, w, bias, x_scale, w_scale, out_dtype)
     call = dataclasses.replace(template, group=group, operands=operands, known=known)
     return _run_decided(call, decision)
 

@@ -12,7 +12,7 @@ from interlace.units import round_down
 
 _MOST_SCALED_ROWS = 64
 """Float8 rows with scales of blocks up to which our kernel is faster than cuBLAS: with 1 to 64 it
-takes 0.55 to 0.83 of the time in four products on an H200, 0.9 at 64 rows (decision 0031).
+takes 0.54 to 0.84 of the time in four products on an H200 (decision 0031).
 """
 
 _MOST_ROWS_WITH_SCALES = 32

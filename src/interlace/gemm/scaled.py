@@ -95,6 +95,8 @@ def multiply_into(
         x.is_cuda
         and len(x) > 0
         and w.shape[0] % _ALIGNMENT == w.shape[1] % _ALIGNMENT == 0
+        # Parts of a larger matrix may begin anywhere.
+        and all(_is_aligned(matrix) for matrix in (x, w, out))
         # Its results with a scale for each row are bfloat16, and it adds no float32 bias.
         and (out.dtype == torch.bfloat16 or (bias is None and (is_one or in_blocks)))
     )
@@ -112,11 +114,24 @@ def multiply_into(
     if is_one:
         x_scale, w_scale = x_scale.reshape(()), w_scale.reshape(())
     else:
-        x_scale = x_scale.reshape(-1, 1).expand(len(x), 1).contiguous()
-        w_scale = w_scale.reshape(1, -1).expand(1, len(w)).contiguous()
+        x_scale = _aligned(x_scale.reshape(-1, 1).expand(len(x), 1).contiguous())
+        w_scale = _aligned(w_scale.reshape(1, -1).expand(1, len(w)).contiguous())
     # The left operand must be row-major, the right one column-major.
     torch._scaled_mm(x, w.T, x_scale, w_scale, bias=bias, out_dtype=out.dtype, out=out)
     return True
+
+
+def _is_aligned(matrix: torch.Tensor) -> bool:
+    """Return whether rows begin at multiples of 16 bytes, as cuBLAS needs them."""
+    row_bytes = matrix.stride(0) * matrix.itemsize
+    return matrix.data_ptr() % _ALIGNMENT == row_bytes % _ALIGNMENT == 0
+
+
+def _aligned(scale: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous scale that begins at a multiple of 16 bytes, copied where it does not:
+    the scales of a part of x begin where those of the part before it end.
+    """
+    return scale if scale.data_ptr() % _ALIGNMENT == 0 else scale.clone()
 
 
 def _multiply_blocks_into(
@@ -145,7 +160,7 @@ def _multiply_blocks_into(
         return
     torch._scaled_mm_v2(
         x, w.T,
-        [x_scale.T.contiguous().T], [F.ScalingType.BlockWise1x128.value], [],
-        [w_scale.contiguous().T], [F.ScalingType.BlockWise128x128.value], [],
+        [_aligned(x_scale.T.contiguous()).T], [F.ScalingType.BlockWise1x128.value], [],
+        [_aligned(w_scale.contiguous()).T], [F.ScalingType.BlockWise128x128.value], [],
         bias, out.dtype, out=out,
     )  # fmt: skip

@@ -161,23 +161,30 @@ def _recalled(
     group: dist.ProcessGroup | None,
     impl: str,
     gather: bool,
+    x_scale: torch.Tensor | None,
+    w_scale: torch.Tensor | None,
 ) -> tuple[Any] | None:
     """Return the result of a call that has come before, with these operands or with others that
     differ in their addresses alone, as a tuple of one; None if it must take the long way: it is
     new, or :func:`recalling_group` says so.
     """
-    known_to = recalling_group(group, x, w, bias)
+    known_to = recalling_group(group, x, w, bias, x_scale, w_scale)
     if known_to is None or type(impl) is not str:
         return None
     if out_dtype is None:
         out_dtype = output_dtype(x, None)
     elif type(out_dtype) is not torch.dtype:
         return None
-    if bias is not None and not bias.is_contiguous():
-        return None  # it is copied in each call
-    known = dispatch.known_call(operator, x, w, bias, out_dtype, gather, impl, known_to)
+    # What is not contiguous is copied in each call, except for scales of blocks of x.
+    in_blocks = x_scale is not None and x_scale.dim() == 2 and x_scale.shape[1] > 1
+    for vector in (bias, w_scale, None if in_blocks else x_scale):
+        if vector is not None and not vector.is_contiguous():
+            return None
+    known = dispatch.known_call(
+        operator, x, w, bias, out_dtype, gather, impl, known_to, x_scale, w_scale
+    )
     with past_autograd():
-        result = known_to.recall_known(known, x, w, bias)
+        result = known_to.recall_known(known, x, w, bias, x_scale, w_scale)
     return None if result is None else (result,)
 
 
@@ -272,14 +279,11 @@ def call(
     if out is not None:
         require_tensor(f"{operator.name}: out", out)
     tensors = (x, w, bias, x_scale, w_scale)
-    has_scales = x_scale is not None or w_scale is not None
-    is_plain = not has_scales and config is None and all(rows is None for rows in splits)
-    if (
-        is_plain
-        and out is None
-        and (result := _recalled(operator, x, w, bias, out_dtype, group, impl, gather))
-    ):
-        return result[0]
+    is_plain = config is None and all(rows is None for rows in splits)
+    if is_plain and out is None:
+        result = _recalled(operator, x, w, bias, out_dtype, group, impl, gather, x_scale, w_scale)
+        if result:
+            return result[0]
     kind = _kind(operator, tensors, splits, out_dtype, impl, config)
     if kind is None or kind not in _valid:
         validate(

@@ -272,9 +272,11 @@ def all_gather_gemm(
         splits: Rows of x on each rank, the same list on every rank. Default: all ranks have as many
             as this one.
         x_scale: float32: what x's elements are to be multiplied by; needed with float8 and refused
-            without. ``[]`` or ``[1]``, or one a row: ``[rows]`` or ``[rows, 1]``. Of this rank's
-            rows: every rank has its own.
-        w_scale: The same for w: ``[]`` or ``[1]``, or one a row: ``[N/R]`` or ``[1, N/R]``.
+            without. ``[]`` or ``[1]``; one a row: ``[rows]`` or ``[rows, 1]``; or one for 128
+            elements of a row: ``[rows, ceil(K / 128)]``. Of this rank's rows: every rank has its
+            own.
+        w_scale: The same for w: ``[]`` or ``[1]``; one a row: ``[N/R]`` or ``[1, N/R]``; or beside
+            such scales of x one for 128 x 128 elements: ``[ceil(N/R / 128), ceil(K / 128)]``.
         out_dtype: Of the result: float16, bfloat16 or float32; default: x's, and bfloat16 for
             float8.
         return_gathered: Whether to return the gathered x too; ranks may differ in it. It is a

@@ -129,12 +129,11 @@ def _gather_and_multiply(given: GemmCall, impl: str, prepare: Prepare) -> Deferr
 
 def _with_scales_of_rows(operands: Operands) -> Operands:
     """Return operands whose x has contiguous scales for each row, which travel with it."""
-    if operands.x_scale is None:
-        return operands
-    rows = operands.rows
     scale = operands.x_scale
+    if scale is None or (scale.is_contiguous() and len(scale) == operands.rows):
+        return operands
     if not operands.has_block_scales:
-        scale = scale.expand(rows)
+        scale = scale.expand(operands.rows)
     return dataclasses.replace(operands, x_scale=scale.contiguous())
 
 

@@ -188,8 +188,10 @@ def gemm_all_reduce(
             multiple of 16 bytes costs the fused kernel a copy in each call.
         bias: ``[N]`` of the result's dtype, the same on every rank; added once, after the sum.
         x_scale: float32: what x's elements are to be multiplied by; needed with float8 and refused
-            without. ``[]`` or ``[1]``, or one a row: ``[M]`` or ``[M, 1]``.
-        w_scale: The same for w: ``[]`` or ``[1]``, or one a row: ``[N]`` or ``[1, N]``.
+            without. ``[]`` or ``[1]``; one a row: ``[M]`` or ``[M, 1]``; or one for 128 elements of
+            a row: ``[M, ceil(K / 128)]``, which is fastest with contiguous columns.
+        w_scale: The same for w: ``[]`` or ``[1]``; one a row: ``[N]`` or ``[1, N]``; or beside such
+            scales of x one for 128 x 128 elements: ``[ceil(N / 128), ceil(K / 128)]``.
         residual: ``[M, N]`` of x's dtype, the same on every rank: added to the sum before the norm.
         norm: ``"rms"`` or ``"layer"``: the result is normalised over N, as what follows this layer
             in a Transformer; ``"rms"`` where ``norm_weight`` is given alone. For up to some hundred

@@ -155,8 +155,10 @@ def gemm_reduce_scatter(
         splits: Rows that each rank owns, the same list on every rank; they sum to M. Default: as
             ``torch.tensor_split``, the first ``M % R`` ranks one more than the others.
         x_scale: float32: what x's elements are to be multiplied by; needed with float8 and refused
-            without. ``[]`` or ``[1]``, or one a row: ``[M]`` or ``[M, 1]``.
-        w_scale: The same for w: ``[]`` or ``[1]``, or one a row: ``[N]`` or ``[1, N]``.
+            without. ``[]`` or ``[1]``; one a row: ``[M]`` or ``[M, 1]``; or one for 128 elements of
+            a row: ``[M, ceil(K / 128)]``, which is fastest with contiguous columns.
+        w_scale: The same for w: ``[]`` or ``[1]``; one a row: ``[N]`` or ``[1, N]``; or beside such
+            scales of x one for 128 x 128 elements: ``[ceil(N / 128), ceil(K / 128)]``.
         out_dtype: Of the result and of the parts that travel: float16, bfloat16 or float32;
             default: x's, and bfloat16 for float8.
         out: Memory of the result's shape, dtype and device, contiguous, to write it to; default:

@@ -508,6 +508,24 @@ MUTANTS = [
         "operators/linear_cross_entropy/test_linear_cross_entropy.py::test_every_form_is_what_pytorch_computes_of_all_logits",
     ),
     Mutant(
+        "interlace/operators/gemm_all_to_all_columns/layout.py",
+        "by_first_owner[turned[0][0]]",
+        "by_first_owner[0]",
+        "operators/sequence/test_sequence.py::test_ranks_take_turns_and_tiles_fit",
+    ),
+    Mutant(
+        "interlace/operators/gemm_all_to_all_columns/__init__.py",
+        "columns[:, first:end] += returned",
+        "columns[:, first:end] = returned",
+        "operators/sequence/test_sequence.py::test_every_form_is_the_product_of_one_rank",
+    ),
+    Mutant(
+        "interlace/operators/all_to_all_gemm/kernel.py",
+        "il.nan_unless(arrived.to(tl.int32), total)",
+        "total",
+        "operators/sequence/test_sequence.py::test_a_peer_that_never_calls",
+    ),
+    Mutant(
         "interlace/operators/linear_top_k/kernel.py",
         "is_higher = value > highest",
         "is_higher = value >= highest",

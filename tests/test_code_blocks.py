@@ -217,15 +217,17 @@ def worker():
     optimizer = torch.optim.SGD(model.parameters())
     loss = y.sum()
     # block 1
-    y, target = y.detach(), torch.randint(50, (3,))
     # block 2
+    assert y.shape == (3, 32)
+    y, target = y.detach(), torch.randint(50, (3,))
+    # block 3
     expected = torch.nn.functional.cross_entropy(y @ head.weight.T, target)
     torch.testing.assert_close(loss, expected)
-    # block 3
     # block 4
+    # block 5
     scaler = torch.amp.GradScaler("cpu")
     loss = down(up(x)[:, :32]).sum()
-    # block 5
+    # block 6
 """,
         ranks=1,
         smaller={"4096": "32", "28672": "64", "14336": "32", "128256": "50"},

@@ -56,6 +56,7 @@ def _cases_of(kernel):
         "admit_parts": lambda: [(_FETCHING, {"WORLD_SIZE": 4, "num_warps": 1})],
         "await_rows": lambda: [(_FETCHING, {"WORLD_SIZE": 8, "num_warps": 1})],
         "all_gather_gemm": _all_gather_gemm,
+        "all_to_all_gemm": _all_to_all_gemm,
         "collect": _collect,
         "compare_clocks": lambda: [
             (
@@ -100,6 +101,7 @@ def _cases_of(kernel):
         "gather_tokens": lambda: [*_mixture_of_experts_decoding()][::3],
         "gemm_all_reduce": lambda: _sums_over_ranks(),
         "gemm_all_to_all": _products,
+        "gemm_all_to_all_columns": _gemm_all_to_all_columns,
         "gemm_reduce_scatter": lambda: _sums_over_ranks(),
         "gemv_all_reduce_one_shot": _gemv_all_reduce_one_shot,
         "gemv_all_reduce_two_phase": _gemv_all_reduce_two_phase,
@@ -500,6 +502,27 @@ def _all_gather_gemm():
         types = types | {"filled": "*bf16", "cells": "i32"}
         missing = {"filled": None} if i == 0 else {}
         yield types, constants | {"IN_PLACE": i != 1} | missing
+
+
+def _gemm_all_to_all_columns():
+    """Whole tiles through descriptors; ordinary loads and stores, a bias, w along N."""
+    sizes = dict.fromkeys(("first_row", "own_cells", "tiles_n"), "i32")
+    described, _, stored, *_ = _products()
+    for owners, (types, constants) in ((1, described), (2, described), (2, stored)):
+        tables = dict.fromkeys(("columns", "strides"), "*i64")
+        yield types | sizes | tables, constants | {"OWNERS": owners, "FACTOR": 8}
+
+
+def _all_to_all_gemm():
+    """As there, and a single rank's own product."""
+    sizes = dict.fromkeys(("own_columns", "place", "gathered_stride", "y_stride", "cells"), "i32")
+    moved = {"SENDERS": 16, "LINES": 32, "COLS": 512, "FACTOR": 16}
+    (types, constants), _, (pointers, stores), *_ = _products()
+    described = {"x": "*bf16", "result": "tensordesc<bf16[64, 64]>"}
+    yield types | sizes | described, constants | moved
+    alone = stores["SENDING"]._replace(world_size=1)
+    for more in ({}, {"SENDING": alone, "SENDERS": 0, "bias": None}):
+        yield pointers | sizes, stores | moved | {"gathered": None} | more
 
 
 def _products(more=None):

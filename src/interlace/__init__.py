@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from interlace.gemm.invariance import batch_invariant
     from interlace.mapped import MappedOutput, TriggeredTransfers, fuse
     from interlace.operators.all_gather_gemm import AllGatherGemmConfig, all_gather_gemm
+    from interlace.operators.all_to_all_gemm import AllToAllGemmConfig, all_to_all_gemm
     from interlace.operators.embedding_all_to_all import embedding_all_to_all
     from interlace.operators.embedding_all_to_all.config import EmbeddingAllToAllConfig
     from interlace.operators.explain import explain
@@ -47,6 +48,11 @@ if TYPE_CHECKING:
         GemvAllReduceConfig,
     )
     from interlace.operators.gemm_all_to_all import GemmAllToAllConfig, gemm_all_to_all
+    from interlace.operators.gemm_all_to_all_columns import (
+        GemmAllToAllColumnsConfig,
+        gemm_all_to_all_columns,
+        qkv_column_ranges,
+    )
     from interlace.operators.gemm_reduce_scatter import GemmReduceScatterConfig, gemm_reduce_scatter
     from interlace.operators.linear_cross_entropy import linear_cross_entropy
     from interlace.operators.linear_top_k import TopColumns, linear_top_k
@@ -89,6 +95,8 @@ _PUBLIC = {
     "batch_invariant": "interlace.gemm.invariance",
     "all_gather_gemm": "interlace.operators.all_gather_gemm",
     "AllGatherGemmConfig": "interlace.operators.all_gather_gemm",
+    "all_to_all_gemm": "interlace.operators.all_to_all_gemm",
+    "AllToAllGemmConfig": "interlace.operators.all_to_all_gemm",
     "embedding_all_to_all": "interlace.operators.embedding_all_to_all",
     "EmbeddingAllToAllConfig": "interlace.operators.embedding_all_to_all.config",
     "explain": "interlace.operators.explain",
@@ -98,6 +106,9 @@ _PUBLIC = {
     "GemmAllReduceNormConfig": "interlace.operators.gemm_all_reduce.config",
     "gemm_all_to_all": "interlace.operators.gemm_all_to_all",
     "GemmAllToAllConfig": "interlace.operators.gemm_all_to_all",
+    "gemm_all_to_all_columns": "interlace.operators.gemm_all_to_all_columns",
+    "GemmAllToAllColumnsConfig": "interlace.operators.gemm_all_to_all_columns",
+    "qkv_column_ranges": "interlace.operators.gemm_all_to_all_columns",
     "gemm_reduce_scatter": "interlace.operators.gemm_reduce_scatter",
     "GemmReduceScatterConfig": "interlace.operators.gemm_reduce_scatter",
     "gemv_all_reduce": "interlace.operators.gemm_all_reduce",
@@ -116,6 +127,7 @@ _MODULES = ("compile", "mapped", "nn", "optim")
 # Spelled out for type checkers: the keys of _PUBLIC, _MODULES and the version.
 __all__ = [
     "AllGatherGemmConfig",
+    "AllToAllGemmConfig",
     "ArgumentError",
     "BackendError",
     "EmbeddingAllToAllConfig",
@@ -123,6 +135,7 @@ __all__ = [
     "Faults",
     "GemmAllReduceConfig",
     "GemmAllReduceNormConfig",
+    "GemmAllToAllColumnsConfig",
     "GemmAllToAllConfig",
     "GemmReduceScatterConfig",
     "GemvAllReduceConfig",
@@ -143,6 +156,7 @@ __all__ = [
     "WorkspaceError",
     "__version__",
     "all_gather_gemm",
+    "all_to_all_gemm",
     "autotune",
     "batch_invariant",
     "compile",
@@ -153,6 +167,7 @@ __all__ = [
     "fuse",
     "gemm_all_reduce",
     "gemm_all_to_all",
+    "gemm_all_to_all_columns",
     "gemm_reduce_scatter",
     "gemv_all_reduce",
     "group_of",
@@ -165,6 +180,7 @@ __all__ = [
     "nn",
     "operator",
     "optim",
+    "qkv_column_ranges",
     "recover",
     "set_deadline",
     "synchronize",

@@ -207,6 +207,8 @@ _GRANTS = "gemm.kernels.grants"
 _PIECES = "operators.gemm_reduce_scatter.kernel:_await_pieces"
 _LOSS = "operators.linear_cross_entropy.kernel:losses_of_rows"
 _TOP_K = "operators.linear_top_k.kernel:choose_columns"
+_COLUMNS = "operators.gemm_all_to_all_columns.kernel:gemm_all_to_all_columns"
+_ROWS = "operators.all_to_all_gemm.kernel:all_to_all_gemm"
 _A2A = "operators.gemm_all_to_all.kernel:gemm_all_to_all"
 _EMBEDDING, _EXPERTS = (
     "operators.embedding_all_to_all.kernels",
@@ -303,6 +305,19 @@ MUTANTS = [
         (f"{_GRANTS}:end_sending", "no wait", ("arrive_last", 0)),
     ),
     *_of("gemm_all_to_all, pushed", *_LAMPORT),
+    *_of(
+        "gemm_all_to_all_columns",
+        *_GRANTED,
+        (_COLUMNS, "signal before put", ("end_sending", 0)),
+        (f"{_GRANTS}:await_senders", "no wait", ("wait", 0)),
+    ),
+    *_of(
+        "all_to_all_gemm",
+        *_GRANTED[:-1],
+        (_ROWS, "no release", ("signal", 0)),
+        (_ROWS, "no wait", ("wait", 0)),
+        (_ROWS, "wrong epoch", ("wait", 0)),
+    ),
     *_of(
         "all_gather_gemm, fused",
         (f"{_STAGED}:stage_rows", "no wait", ("await_fetched", 0)),

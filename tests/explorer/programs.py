@@ -207,6 +207,47 @@ def all_to_all(rank: Rank, impl: str = "fused") -> None:
     _rounds(rank, make)
 
 
+def to_columns(rank: Rank) -> None:
+    """Ranks have different numbers of rows, and the last rows of w are every rank's columns."""
+    config, ranks = interlace.GemmAllToAllColumnsConfig(**_TILES), rank.world_size
+    columns = [[(16 * each, 16 * each + 16), (16 * ranks, 16 * ranks + 8)] for each in range(ranks)]
+
+    def make(kind: int, turn: int) -> Call:
+        inner = (16, 48)[kind]
+        splits = [20 if each else 12 for each in range(ranks)]
+        xs = [_numbers(each, rows, inner, seed=turn) for each, rows in enumerate(splits)]
+        w = _numbers(99, 16 * ranks + 8, inner, seed=9)
+        call = functools.partial(
+            interlace.gemm_all_to_all_columns, xs[rank.rank], w, column_ranges=columns,
+            splits=splits, impl="fused", config=config,
+        )  # fmt: skip
+        own = torch.cat([w[a:b] for a, b in columns[rank.rank]])
+        return call, torch.cat(xs) @ own.T
+
+    _rounds(rank, make)
+
+
+def to_rows(rank: Rank, empty: bool = False) -> None:
+    """Ranks own different numbers of rows; ``empty``: the last owns none."""
+    config = interlace.AllToAllGemmConfig(**_TILES | {"max_programs": 3}, senders=2)
+    splits = [20 if each else 36 for each in range(rank.world_size)]
+    if empty:
+        splits[-1] = 0
+
+    def make(kind: int, turn: int) -> Call:
+        inner = (16, 24)[kind]
+        xs = _everyones(rank, sum(splits), inner, seed=turn)
+        w = _numbers(99, 32, inner * rank.world_size, seed=9)
+        call = functools.partial(
+            interlace.all_to_all_gemm, xs[rank.rank], w, splits=splits, impl="fused",
+            config=config, return_gathered=True,
+        )  # fmt: skip
+        gathered = torch.cat(xs, 1).split(splits)[rank.rank]
+        return call, (gathered @ w.T, gathered)
+
+    _rounds(rank, make)
+
+
 def all_gather(rank: Rank, impl: str = "fused") -> None:
     config = interlace.AllGatherGemmConfig(**_TILES)
 
@@ -499,6 +540,9 @@ PROGRAMS: dict[str, Callable[[Rank], None]] = {
     "gemm_all_reduce_norm, pushed": functools.partial(normed, impl="pushed", dtype=torch.bfloat16),
     "gemm_all_to_all, fused": all_to_all,
     "gemm_all_to_all, pushed": functools.partial(all_to_all, impl="pushed"),
+    "gemm_all_to_all_columns": to_columns,
+    "all_to_all_gemm": to_rows,
+    "all_to_all_gemm, no rows": functools.partial(to_rows, empty=True),
     "all_gather_gemm, fused": all_gather,
     "all_gather_gemm, fused, in place": all_gather_in_place,
     "all_gather_gemm, chunked": functools.partial(all_gather, impl="chunked"),

@@ -25,7 +25,7 @@ from tests.operators.mixture_of_experts.calls import Call as MoeCall
 from tests.operators.mixture_of_experts.calls import run_one as run_moe
 
 _EPOCHS = 1 << 24
-_WITHOUT_COUNTERS = ("gemv_all_reduce", "gemm_all_reduce_norm", "linear_top_k")
+_WITHOUT_COUNTERS = ("all_to_all_gemm", "gemv_all_reduce", "gemm_all_reduce_norm", "linear_top_k")
 # The gradients of the other operators are calls of operators that are tested here as well.
 _WITH_BACKWARD_KERNELS = ("embedding_all_to_all", "mixture_of_experts")
 _CLEARING = (1 << 22) - 2  # the first call in which old signals are cleared
@@ -159,6 +159,10 @@ def _operators(rank):
         "gemm_reduce_scatter, chunked": product("gemm_reduce_scatter", "chunked"),
         "gemm_all_reduce": product("gemm_all_reduce", "fused"),
         "gemm_all_to_all": product("gemm_all_to_all", "fused"),
+        "gemm_all_to_all_columns": product("gemm_all_to_all_columns", "fused"),
+        "all_to_all_gemm": lambda rows: interlace.all_to_all_gemm(
+            random(2 * rows, 16), random(8, 32), impl="fused"
+        ),
         "all_gather_gemm": product("all_gather_gemm", "fused"),
         "remote_stores": remote_stores,
         "one_shot": gemv("one_shot", torch.float32),

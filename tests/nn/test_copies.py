@@ -25,6 +25,7 @@ from interlace.nn import (
     MoE,
     RowParallelLinear,
     ShardedEmbeddingBags,
+    UlyssesAttention,
 )
 from interlace_dlrm import DLRM
 from tests.errors import error_of
@@ -52,6 +53,7 @@ def _modules(
             LinearCrossEntropyLoss(SIZE, 3, group=group),
             lambda module: module(x, INDICES[:3]),
         ),
+        "attention": (UlyssesAttention(SIZE, 2, group=group), lambda module: module(x)),
         "experts": (MoE(SIZE, SIZE, 2, 1, group=group), lambda module: module(x)[0]),
         "bags": (ShardedEmbeddingBags(TABLES, **bags), lambda module: module(INDICES)),
         "model": (
@@ -125,7 +127,7 @@ def test_a_copy_works_like_the_original(ranks: Any, with_group: bool, method: st
     The original is unchanged.
     """
     for outcomes in ranks(2).run(_copied, with_group, method):
-        assert len(outcomes) == 6
+        assert len(outcomes) == 7
         assert all(all(holds.values()) for holds in outcomes.values()), outcomes
 
 
@@ -228,7 +230,7 @@ def _converted() -> dict[str, Any]:
 
 def test_modules_in_another_dtype(ranks: Any) -> None:
     for outcomes in ranks(2).run(_converted):
-        assert len(outcomes) == 8
+        assert len(outcomes) == 10
         for name, outcome in outcomes.items():
             if name.endswith("dtype"):
                 assert outcome is not None, name

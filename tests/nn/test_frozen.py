@@ -18,6 +18,7 @@ from interlace.nn import (
     MoE,
     RowParallelLinear,
     ShardedEmbeddingBags,
+    UlyssesAttention,
 )
 from interlace_dlrm import DLRM
 from interlace_dlrm.metrics import binary_cross_entropy
@@ -46,6 +47,7 @@ def _layers(impl: str, on: str) -> dict[str, Any]:
         "column, sequence": ColumnParallelLinear(SIZE, SIZE, sequence_parallel=True),
         "row, sequence": RowParallelLinear(SIZE, SIZE, sequence_parallel=True),
         "loss": LinearCrossEntropyLoss(SIZE, 7, bias=True),
+        "attention": UlyssesAttention(SIZE, 2, bias=True),
         "experts": MoE(SIZE, SIZE, 2, 1),
     }
     wrong = {}
@@ -61,7 +63,8 @@ def _layers(impl: str, on: str) -> dict[str, Any]:
         full_gradients = _gradients(layer, call)
         x_grad, x.grad = x.grad, None
         assert x_grad is not None
-        frozen = {"w_in"} if name == "experts" else {"weight"}
+        others = {"experts": {"w_in"}, "attention": {"qkv.weight", "out.weight"}}
+        frozen = others.get(name, {"weight"})
         if on == "rank 0" and dist.get_rank() != 0:
             frozen = set()
         for parameter in frozen:

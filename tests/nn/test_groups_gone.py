@@ -18,6 +18,7 @@ from interlace.nn import (
     MoE,
     RowParallelLinear,
     ShardedEmbeddingBags,
+    UlyssesAttention,
 )
 from interlace_dlrm.metrics import gather_rows
 from tests.errors import error_of
@@ -32,7 +33,9 @@ def _calls(group: dist.ProcessGroup | None) -> dict[str, Callable[[], Any]]:
     scattered = RowParallelLinear(16, 4, sequence_parallel=True, group=group)
     loss, target = LinearCrossEntropyLoss(8, 4, group=group), torch.zeros(2, dtype=torch.int64)
     moe, bags = MoE(8, 8, 4, group=group), ShardedEmbeddingBags(TABLES, group=group)
+    attention = UlyssesAttention(8, 2, group=group)
     return {
+        "attention": lambda: attention(x),
         "column": lambda: column(x),
         "row": lambda: row(x),
         "scattered": lambda: scattered(x),
@@ -55,7 +58,7 @@ def _after_a_group() -> dict[str, Any]:
 
 def test_a_destroyed_group(ranks: Any) -> None:
     for errors in ranks(2).run(_after_a_group):
-        assert len(errors) == 8
+        assert len(errors) == 9
         for name, error in errors.items():
             assert error is not None, name
             assert error[0] == "GroupError", (name, error)
@@ -120,7 +123,7 @@ def test_calls_without_the_default_group(quick_launches: None) -> None:
                 "must exist in each of several processes; got none, and WORLD_SIZE is 2. Call"
                 in (error[1])
             )
-        assert len(outcome["destroyed"]) == 18
+        assert len(outcome["destroyed"]) == 19
         for name, error in outcome["destroyed"].items():
             assert error[0] == "GroupError", (name, error)
             assert (

@@ -22,6 +22,7 @@ from interlace.nn import (
     MoE,
     RowParallelLinear,
     ShardedEmbeddingBags,
+    UlyssesAttention,
 )
 from tests.errors import error_of
 
@@ -60,9 +61,16 @@ def _loss(group: Any, impl: str) -> Any:
     return head, lambda: head(_x(4, 8), INDICES[1:5] % 5)
 
 
+def _attention(group: Any) -> Any:
+    torch.manual_seed(0)
+    layer = UlyssesAttention(8, 2, group=group, **HERE)
+    return layer, lambda: layer(_x(4, 8))
+
+
 LAYERS: dict[str, Callable[[Any], Any]] = {
     "rows": lambda group: _linear(RowParallelLinear, group),
     "columns": lambda group: _linear(ColumnParallelLinear, group),
+    "attention": _attention,
     "loss": lambda group: _loss(group, "fused"),
     "unfused loss": lambda group: _loss(group, "unfused"),
     "experts": lambda group: _experts(group, "fused"),

@@ -102,9 +102,26 @@ def _calls(group: dist.ProcessGroup) -> Iterator[Callable[[], Any]]:
         yield lambda x=x, w=w: OPS.gemm_sum_reduce_scatter([x, x], [w, w], name)
         yield lambda x=x, w=w, bias=bias: OPS.linears(x, [w, w], [bias, bias])
         yield lambda x=x, w=w: OPS.linears(x.bfloat16(), [w.bfloat16()], [None])
+    yield from _calls_of_a_sequence(group)
     yield from _calls_of_losses(group)
     yield from _calls_of_experts(group)
     yield from _calls_of_tables(group)
+
+
+def _calls_of_a_sequence(group: dist.ProcessGroup) -> Iterator[Callable[[], Any]]:
+    for training, splits, has_bias in itertools.product((False, True), (None, (3, 1)), (0, 1)):
+        rows = 2 if splits is None else splits[dist.get_rank()]
+        x, columns = torch.randn(K, rows).T, torch.randn(4, K // 2)
+        w, bias = torch.randn(N, K), torch.ones(N) if has_bias else None
+        for each in (x, columns, w):
+            each.requires_grad_(training)
+        options = {"splits": splits, "group": group}
+        yield lambda x=x, w=w, bias=bias, options=options: interlace.gemm_all_to_all_columns(
+            x, w, bias, column_ranges=[[(0, 2), (3, 4)], [(2, 4)]], **options
+        )
+        yield lambda x=columns, w=w, bias=bias, options=options: interlace.all_to_all_gemm(
+            x, w, bias, **options
+        )
 
 
 def _calls_of_losses(group: dist.ProcessGroup) -> Iterator[Callable[[], Any]]:

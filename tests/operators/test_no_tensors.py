@@ -42,7 +42,10 @@ BAGS = {
 
 CALLS: dict[str, list[Mapping[str, Any]]] = {
     "all_gather_gemm": [OF_FLOAT8],
+    # Of no columns any number of ranks has equally many.
+    "all_to_all_gemm": [{"x": X[:, :0], "w": W[:, :0], "bias": BIAS}],
     "gemm_all_to_all": [OF_FLOAT8],
+    "gemm_all_to_all_columns": [{"x": X, "w": W, "bias": BIAS}],
     "gemm_reduce_scatter": [OF_FLOAT8, {"x": X, "w": W, "out": torch.empty(4, 6)}],
     "gemm_all_reduce": [OF_FLOAT8, WITH_NORM],
     "gemv_all_reduce": [{"x": X, "w": W, "bias": BIAS}, WITH_NORM],
@@ -147,7 +150,8 @@ def _layers() -> dict[str, tuple[Callable[..., Any], Mapping[str, Any]]]:
     to_shard = nn.RowParallelLinear(8, 6, sequence_parallel=True)
     experts, loss = nn.MoE(8, 6, 2, 1), nn.LinearCrossEntropyLoss(8, 6)
     bags = nn.ShardedEmbeddingBags([nn.EmbeddingTable("a", 5, 4)])
-    for layer in (columns, rows, of_shard, to_shard, experts, loss, bags):
+    attention = nn.UlyssesAttention(8, 2)
+    for layer in (columns, rows, of_shard, to_shard, experts, loss, bags, attention):
         layer.impl = "unfused"
     of_bags = {"features": BAGS["indices"], **BAGS}
     del of_bags["indices"]
@@ -156,6 +160,7 @@ def _layers() -> dict[str, tuple[Callable[..., Any], Mapping[str, Any]]]:
         "columns of a shard": (of_shard.forward, {"x": X}),
         "rows": (rows.forward, {"x": X}),
         "rows to a shard": (to_shard.forward, {"x": X}),
+        "attention": (attention.forward, {"x": X}),
         "experts": (experts.forward, {"x": X}),
         "loss": (loss.forward, {"x": X, "target": TARGET}),
         "top k": (loss.top_k, {"x": X}),

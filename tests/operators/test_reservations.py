@@ -25,6 +25,7 @@ from interlace.operators.mixture_of_experts.layout import ExpertSizes
 from interlace.registry import operators
 from interlace.testing.cases import IMPLEMENTATIONS, Case, every_case
 from interlace.testing.cases.losses import LossCase
+from interlace.testing.cases.sequence import SequenceCase
 from tests.errors import error_of
 
 # What stock pairs compare their rows by; no limit applies to it.
@@ -38,7 +39,7 @@ def _cases(world_size: int) -> list[Case]:
     cases: list[Case] = []
     for case in every_case(world_size, [name for name in IMPLEMENTATIONS if name in operators()]):
         declaration = operators()[case.operator]
-        if isinstance(declaration, GemmOperator):
+        if isinstance(declaration, GemmOperator) or isinstance(case, SequenceCase):
             case = dataclasses.replace(case, backward=False)
         elif isinstance(case, LossCase):
             # Rows are gathered, and gradients summed, by other operators.
@@ -66,6 +67,11 @@ def _said(case: Any, tensors: dict[str, torch.Tensor], granularity: int) -> Rese
         sized = SizedChoice(case.rows, case.k, ranks)
     elif case.operator == "linear_cross_entropy":
         sized = SizedLoss(case.rows, case._options(ranks)["chunk_rows"], ranks)
+    elif isinstance(case, SequenceCase):
+        sized = declaration.sized(
+            tensors["x"], tensors["w"], bias=tensors.get("bias"), splits=case.splits,
+            world_size=ranks, **case.column_options(ranks),
+        )  # fmt: skip
     elif getattr(case, "splits", None) is not None:
         return None
     else:

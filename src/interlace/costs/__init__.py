@@ -14,6 +14,7 @@ from interlace.costs import (  # noqa: F401
     linear_cross_entropy,
     linear_top_k,
     mixture_of_experts,
+    sequence,
 )
 from interlace.costs.registry import (
     OPERATOR_COSTS,

@@ -212,7 +212,7 @@ def run_into_peers(
     operands: Operands,
     rows: int,
     columns: int,
-    most_rows: int,
+    nbytes: int,
     key: tuple[Hashable, ...],
     prepare: Callable[[Destination], Launch],
     *,
@@ -224,7 +224,8 @@ def run_into_peers(
     Args:
         operands: As :meth:`Operands.for_kernel` returns them.
         is_of_operands: Whether they are the call's, and no copies.
-        most_rows: The rows of the rank that has most, for whom every rank's buffer has room.
+        nbytes: The bytes of the largest result of any rank, for which every rank's buffer has room;
+            see :func:`output_bytes`.
         key: What the launch depends on, beside the addresses of operands and result.
         prepare: Returns the launch into a buffer, whose rows are padded for descriptors.
     """
@@ -243,7 +244,7 @@ def run_into_peers(
     return DeferredCall(
         (*key, operands.memory()),
         # Peers store tiles straight into the result, so it is symmetric memory.
-        taking_output(output_bytes(most_rows, columns, dtype), shape, dtype),
+        taking_output(nbytes, shape, dtype),
         prepare_launch,
         functools.partial(_output_rows, columns=columns),
         where=destination_of,

@@ -10,6 +10,7 @@ from interlace.nn.parallel_linear import (
 )
 from interlace.nn.replicated_gradients import sum_replicated_gradients
 from interlace.nn.sharding import EmbeddingTable, Shard, ShardingPlan, make_plan
+from interlace.nn.ulysses_attention import UlyssesAttention
 
 __all__ = [
     "ColumnParallelLinear",
@@ -22,6 +23,7 @@ __all__ = [
     "Shard",
     "ShardedEmbeddingBags",
     "ShardingPlan",
+    "UlyssesAttention",
     "make_plan",
     "sum_replicated_gradients",
     "unsharded_state_dict",

@@ -10,9 +10,11 @@ from interlace.registry import load_entry_points
 
 _MODULES = (
     "all_gather_gemm",
+    "all_to_all_gemm",
     "embedding_all_to_all",
     "gemm_all_reduce",
     "gemm_all_to_all",
+    "gemm_all_to_all_columns",
     "gemm_reduce_scatter",
     "gemm_reduce_scatter.sums",
     "linear_cross_entropy",

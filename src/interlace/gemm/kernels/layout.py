@@ -16,6 +16,7 @@ DONE: Final = 2 * MAX_RANKS  # [set][source]: everything of that rank is here
 # [set][source]: which of its buffers that rank has granted; no signals
 GRANTS: Final = 4 * MAX_RANKS
 COUNTER: Final = 6 * MAX_RANKS  # programs that have sent all their tiles; local
+TICKETS: Final = 7 * MAX_RANKS  # [set]: tiles that programs have drawn; local
 HEADER: Final = 8 * MAX_RANKS
 
 # A route, int64: rows that go to, or come from, one rank.

@@ -28,7 +28,7 @@ def run(call: GemmCall) -> DeferredCall | torch.Tensor:
         operands,
         operands.rows,
         operands.columns,
-        operands.rows,
+        launch.output_bytes(operands.rows, operands.columns, operands.out_dtype),
         (NAME, config, mark, in_rank_order, leaves),
         lambda destination: prepare(
             group, operands, config, mark, destination, in_rank_order=in_rank_order, leaves=leaves

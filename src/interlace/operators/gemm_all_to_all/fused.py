@@ -34,7 +34,7 @@ def run(call: GemmCall) -> DeferredCall | torch.Tensor:
         operands,
         received[group.rank],
         operands.columns,
-        max(received),
+        launch.output_bytes(max(received), operands.columns, operands.out_dtype),
         (NAME, call.config, call.mark, sent),
         lambda destination: prepare(group, operands, sent, call.config, call.mark, destination),
         is_of_operands=operands is call.operands,

@@ -21,13 +21,14 @@ from interlace.testing.cases import (
     norms,
     outputs,
     products,
+    sequence,
     sums,
 )
 from interlace.testing.cases.base import Case, Prepared
 
 _MODULES = {
     operator: module
-    for module in (products, norms, sums, embedding, experts, losses, choices, outputs)
+    for module in (products, norms, sums, sequence, embedding, experts, losses, choices, outputs)
     for operator in module.IMPLEMENTATIONS
 }
 

@@ -1,0 +1,393 @@
+"""Products between two layouts of one matrix: ranks have rows of the sequence, or columns.
+
+What the two operators of Ulysses' sequence parallelism share: how rows and columns are shared out,
+what ranks agree on, and what runs a call.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import functools
+import itertools
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch.distributed as dist
+
+from interlace.comm import Group, process_group_named
+from interlace.comm.groups.reservation import Reservation
+from interlace.comm.runtime import ranges
+from interlace.errors import ArgumentError
+from interlace.gemm.choice import choose_product
+from interlace.gemm.config import GemmConfig
+from interlace.gemm.operands import Operands
+from interlace.registry import Implementation, Operator
+from interlace.tuning.choice import Choice
+from interlace.units import ceil_div
+
+ColumnRanges = Sequence[Sequence[tuple[int, int]]]
+"""For each rank, the columns that belong to it: ranges ``(first, end)``, in their order."""
+
+Ranges = tuple[tuple[tuple[int, int], ...], ...]
+"""The same, as calls hold it."""
+
+
+def column_count(ranges_of_rank: Sequence[tuple[int, int]]) -> int:
+    """Return the number of columns in a rank's ranges."""
+    return sum(end - first for first, end in ranges_of_rank)
+
+
+def contiguous_ranges(counts: Sequence[int]) -> Ranges:
+    """Return the ranges of ranks that have so many columns each, one rank's behind the other's."""
+    return tuple(((sum(counts[:rank]), sum(counts[: rank + 1])),) for rank in range(len(counts)))
+
+
+def flat_ranges(column_ranges: ColumnRanges) -> list[int]:
+    """Return ranges as a schema holds them: of each rank their number, then their ends."""
+    flat: list[int] = []
+    for ranges_of_rank in column_ranges:
+        flat.append(len(ranges_of_rank))
+        flat += [edge for each in ranges_of_rank for edge in each]
+    return flat
+
+
+def ranges_of(flat: Sequence[int]) -> Ranges:
+    """Return what :func:`flat_ranges` has flattened."""
+    found, place = [], 0
+    while place < len(flat):
+        end = place + 1 + 2 * flat[place]
+        found.append(tuple(zip(flat[place + 1 : end : 2], flat[place + 2 : end : 2], strict=True)))
+        place = end
+    return tuple(found)
+
+
+@dataclasses.dataclass(frozen=True)
+class SequenceCall:
+    """One call, validated and agreed on by all ranks.
+
+    Attributes:
+        operands: X, w and bias of this rank.
+        rows: Rows of the sequence on each rank.
+        columns: Columns of each rank, of the product or of the gathered x.
+        gather: Whether the gathered x is a result, too.
+        group: The ranks; ``gemm.reservations.Ranks`` where only sizes count.
+        group_name: The name of their process group.
+        config: The fused kernel's configuration.
+        mark: The number that this call's signals carry; from the ranks' agreement.
+    """
+
+    operands: Operands
+    rows: tuple[int, ...]
+    columns: Ranges
+    gather: bool
+    group: Group
+    group_name: str
+    config: GemmConfig
+    mark: int
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """Return the process group; None where this process is on its own."""
+        return process_group_named(self.group_name)
+
+    @property
+    def column_counts(self) -> list[int]:
+        """Return the number of columns of each rank."""
+        return list(map(column_count, self.columns))
+
+    @property
+    def first_row(self) -> int:
+        """Return the number of rows of the ranks before this one."""
+        return sum(self.rows[: self.group.rank])
+
+    def memory(self) -> tuple[Any, ...]:
+        """Return what the work depends on, for the key of a replay."""
+        return self.rows, self.columns, self.gather, self.config, self.mark, self.operands.memory()
+
+
+class SequenceOperator(Operator):
+    """Base of the two operators, which differ in the side of the product that ranks exchange.
+
+    Times are not predicted: no profile composes them yet. Within a node ``"auto"`` runs the entry
+    of a tuned table, and without one the first implementation.
+    """
+
+    computation = "gemm"
+    sizes = ("rows", "columns", "inner")
+
+    def choose(self, **call: Any) -> Choice[Any]:
+        """Return what ``impl="auto"`` runs; see :func:`interlace.gemm.choice.choose_product`."""
+        return choose_product(
+            self.name, self.config_type, default=self.implementations[0].name, **call
+        )
+
+    @abc.abstractmethod
+    def excess(
+        self, operands: Operands, rows: Sequence[int], columns: Ranges, rank: int
+    ) -> dict[str, int]:
+        """Return by how much a rank's operands have more than the lists say, in words.
+
+        Ranks compare these numbers, so that one whose operands do not fit stops all of them.
+        """
+
+    @abc.abstractmethod
+    def check(
+        self,
+        operands: Operands,
+        rows: Sequence[int],
+        columns: Ranges,
+        rank: int | None,
+        world_size: int,
+    ) -> None:
+        """Refuse lists that fit neither the operands nor the group, on all ranks alike.
+
+        Args:
+            rows: Rows of the sequence on each rank.
+            columns: Columns of each rank.
+            rank: This rank; None where it is not known, whose operands any rank may have.
+            world_size: The number of ranks.
+
+        Raises:
+            ArgumentError: A list does not fit.
+        """
+
+    def fitted(self, config: Any, columns: ColumnRanges) -> Any:
+        """Return a configuration whose tiles fit the columns of the ranks."""
+        return config
+
+    def choice_of(
+        self,
+        operands: Operands,
+        rows: Sequence[int],
+        columns: ColumnRanges,
+        world_size: int,
+        nodes: int = 1,
+    ) -> Choice[Any]:
+        """Return what ``impl="auto"`` chooses for these operands, within a node or between several.
+
+        Args:
+            rows: Rows of each rank.
+        """
+        # Rows of the whole sequence, so that each rank's share is what tiles are chosen by; and all
+        # of K, also where x has only some of its columns.
+        sizes = operands.sizes(sum(rows)) | {"inner": operands.w.shape[1]}
+        choice = self.choose(**sizes, world_size=world_size, w_along_k=operands.w_along_k)
+        choice = dataclasses.replace(choice, config=self.fitted(choice.config, columns))
+        if nodes == 1:
+            return choice
+        reason = f"the ranks are on {nodes} nodes, between which no kernel of this operator sends"
+        return dataclasses.replace(choice, impl="unfused", times_us={}, reason=reason)
+
+    def described(
+        self,
+        call: SequenceCall,
+        nodes: int,
+        lacking: Mapping[str, str] = MappingProxyType({}),
+    ) -> tuple[str, str, str]:
+        """Return a description of a call, what ``impl="auto"`` runs, and the reason."""
+        operands, rows = call.operands, call.rows
+        dtype = str(operands.x.dtype).removeprefix("torch.")
+        described = (
+            f"{self.name} of x {list(operands.x.shape)} and w {list(operands.w.shape)}, {dtype}"
+        )
+        choice = self.choice_of(operands, rows, call.columns, len(rows), nodes)
+        if choice.impl in lacking:
+            return described, "unfused", f"{choice.impl} needs {lacking[choice.impl]}"
+        chosen = choice.impl
+        if chosen == self.implementations[0].name:
+            chosen = f"{chosen} ({choice.config})"
+        return described, chosen, choice.reason
+
+
+def run(
+    operator: SequenceOperator,
+    operands: Operands,
+    rows: tuple[int, ...],
+    columns: Ranges,
+    gather: bool,
+    group: Group,
+    group_name: str,
+    impl: str,
+    config: str,
+) -> Any:
+    """Agree on a call with all ranks, choose what runs it, and run it. Collective.
+
+    Args:
+        rows: Rows of the sequence on each rank, as the caller says.
+        columns: The columns of each rank, as the caller says.
+        gather: Whether the gathered x is a result, too; ranks may differ in it.
+        config: The text of a configuration; empty for the one that is chosen.
+
+    Raises:
+        ArgumentError: The lists do not fit, or ``impl`` cannot run such a call.
+        RankMismatchError: Ranks differ in what must be the same; raised on every rank.
+        GroupError: The group is broken.
+    """
+    rank, world_size, nodes = group.rank, group.world_size, group.nodes
+    agreed = {
+        **operator.excess(operands, rows, columns, rank),
+        "the_rows_of_each_rank": rows,
+        "the_columns_of_each_rank": columns,
+        **operands.agreed(),
+        "impl": impl,
+        "config": config,
+    }
+
+    def choose() -> list[Any]:
+        return operator.choice_of(operands, rows, columns, world_size, nodes).packed()
+
+    # Ranks compare everything before the first of them goes on: a refusal below is every rank's.
+    mark, chosen = group.agreement.agree(operator.name, agreed, choose)
+    operator.check(operands, rows, columns, rank, world_size)
+    operands.require_supported(operator.name, takes_float8=False)
+    operator.require_nodes(impl, nodes)
+    choice = Choice.unpacked(operator, chosen)
+    if config:
+        choice = choice.with_text(operator, config)
+    call = SequenceCall(operands, rows, columns, gather, group, group_name, choice.config, mark)
+    implementation = _implementation(operator, impl, choice, call)
+    group.check()
+    tensors = (operands.x, operands.w)
+    with ranges.around(operator.name, implementation.name, tensors, lambda: None):
+        return group.perform(implementation.run(call))
+
+
+def _implementation(
+    operator: SequenceOperator, impl: str, choice: Choice[Any], call: SequenceCall
+) -> Implementation:
+    """Return what runs a call: ``impl``, or what was chosen, and the pair where the memory of that
+    does not fit under the group's limit, or there is nothing to multiply.
+    """
+    if not (sum(call.rows) and call.operands.columns and sum(call.column_counts)):
+        return operator.implementation("unfused")
+    if impl not in operator.choosers:
+        return operator.implementation(impl)
+    chosen = operator.implementation(choice.impl)
+    lacks = call.group.shortage(functools.partial(chosen.reservation, call))
+    return chosen if lacks is None else operator.implementation("unfused")
+
+
+def check_ranges(operator: str, columns: Ranges, count: int, world_size: int) -> None:
+    """Refuse ranges that are not of the columns or the group.
+
+    Args:
+        count: Number of columns that there are.
+
+    Raises:
+        ArgumentError: There is not a list for each rank, or a range is none of the columns, or a
+            rank has a column twice.
+    """
+    subject = f"{operator}: column_ranges"
+    if len(columns) != world_size:
+        raise ArgumentError(
+            f"{subject} must have a list for each of {world_size} ranks; got {len(columns)}."
+        )
+    for rank, ranges_of_rank in enumerate(columns):
+        for first, end in ranges_of_rank:
+            if not 0 <= first <= end <= count:
+                raise ArgumentError(
+                    f"{subject}[{rank}] must hold ranges (first, end) of the {count} columns; got "
+                    f"{(first, end)}."
+                )
+        in_order = sorted(each for each in ranges_of_rank if each[0] < each[1])
+        for before, behind in itertools.pairwise(in_order):
+            if behind[0] < before[1]:
+                raise ArgumentError(
+                    f"{subject}[{rank}] must have no column twice; got {list(ranges_of_rank)}."
+                )
+
+
+def validate_ranges(operator: str, column_ranges: object) -> list[list[tuple[int, int]]]:
+    """Return ranges as lists of two integers, once they are such lists.
+
+    Of which columns and ranks they are, ranks check together.
+
+    Raises:
+        ArgumentError: They are no lists, or hold something other than pairs of integers.
+    """
+    subject = f"{operator}: column_ranges"
+    return [
+        [_pair(f"{subject}[{rank}]", each) for each in _list(f"{subject}[{rank}]", of_rank)]
+        for rank, of_rank in enumerate(_list(subject, column_ranges))
+    ]
+
+
+def _list(subject: str, value: object) -> Sequence[Any]:
+    if not isinstance(value, (list, tuple)):
+        raise ArgumentError(
+            f"{subject} must be a list, of ranges (first, end) for each rank; got {value!r}."
+        )
+    return value
+
+
+def _pair(subject: str, value: object) -> tuple[int, int]:
+    edges = value if isinstance(value, (list, tuple)) else ()
+    if len(edges) != 2 or any(isinstance(edge, (bool, float, str)) for edge in edges):
+        raise ArgumentError(
+            f"{subject} must hold ranges (first, end) of two integers; got {value!r}."
+        )
+    first, end = edges
+    return int(first), int(end)
+
+
+def qkv_column_ranges(
+    heads: int, kv_heads: int, head_dim: int, world_size: int
+) -> list[list[tuple[int, int]]]:
+    """Return the columns of a fused QKV product that belong to each rank's heads.
+
+    The product has the queries of all heads, then all keys, then all values, as models keep them.
+    Each rank gets equally many heads, one behind the other, and the keys and values that belong to
+    them: its result has its queries, keys and values in this order. With fewer key and value heads
+    than ranks, several ranks get the same one.
+
+    Args:
+        heads: Query heads; ``world_size`` divides them.
+        kv_heads: Key heads, and as many value heads; they divide ``heads``, and either
+            ``world_size`` divides them or they divide it.
+        head_dim: Columns of a head.
+        world_size: R, the number of ranks.
+
+    Raises:
+        ArgumentError: A number is not positive, or does not divide the other.
+
+    Example:
+        >>> interlace.qkv_column_ranges(4, 1, 64, 2)  # queries 0 to 256, keys to 320, values to 384
+        [[(0, 128), (256, 320), (320, 384)], [(128, 256), (256, 320), (320, 384)]]
+    """
+    numbers = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "world_size": world_size}
+    for name, number in numbers.items():
+        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+            raise ArgumentError(f"qkv_column_ranges: {name} must be at least 1; got {number!r}.")
+    if heads % world_size or heads % kv_heads:
+        raise ArgumentError(
+            f"qkv_column_ranges: heads must be a multiple of world_size, {world_size}, and of "
+            f"kv_heads, {kv_heads}; got {heads}. Use a group of fewer ranks, or write "
+            "column_ranges of your own."
+        )
+    if kv_heads % world_size and world_size % kv_heads:
+        raise ArgumentError(
+            f"qkv_column_ranges: kv_heads must be a multiple or a divisor of world_size, "
+            f"{world_size}; got {kv_heads}. Use a group of fewer ranks, or write column_ranges of "
+            "your own."
+        )
+    own_heads, own_kv = heads // world_size, ceil_div(kv_heads, world_size)
+    queries, keys = heads * head_dim, kv_heads * head_dim
+    found = []
+    for rank in range(world_size):
+        first_kv = rank * kv_heads // world_size * head_dim
+        key = queries + first_kv
+        found.append(
+            [
+                (rank * own_heads * head_dim, (rank + 1) * own_heads * head_dim),
+                (key, key + own_kv * head_dim),
+                (key + keys, key + keys + own_kv * head_dim),
+            ]
+        )
+    return found
+
+
+def no_memory(call: SequenceCall) -> Reservation:
+    """Return that a call needs no symmetric memory."""
+    return Reservation()

@@ -111,7 +111,8 @@ class SequenceOperator(Operator):
     """Base of the two operators, which differ in the side of the product that ranks exchange.
 
     Times are not predicted: no profile composes them yet. Within a node ``"auto"`` runs the entry
-    of a tuned table, and without one the first implementation.
+    of a tuned table; without one it runs the pair on GPUs, as nobody knows what is faster there,
+    and the kernel on the CPU backend.
     """
 
     computation = "gemm"
@@ -119,9 +120,9 @@ class SequenceOperator(Operator):
 
     def choose(self, **call: Any) -> Choice[Any]:
         """Return what ``impl="auto"`` runs; see :func:`interlace.gemm.choice.choose_product`."""
-        return choose_product(
-            self.name, self.config_type, default=self.implementations[0].name, **call
-        )
+        is_known = call["device"].type == "cpu"
+        default = self.implementations[0].name if is_known else "unfused"
+        return choose_product(self.name, self.config_type, default=default, **call)
 
     @abc.abstractmethod
     def excess(

@@ -254,8 +254,8 @@ def all_to_all_gemm(
         group: 1 to 8 ranks of one node, or ranks of several nodes, for which ``"unfused"`` runs;
             default: the default process group.
         impl: ``"fused"``; ``"unfused"`` or ``"nccl"``: ``all_to_all_single``, a permute of the
-            columns, and ``F.linear``; or ``"auto"``: ``"fused"`` within a node, as no times are
-            predicted yet.
+            columns, and ``F.linear``; or ``"auto"``: what a tuned table has near these
+            sizes; without, ``"unfused"`` on GPUs, as no times are known there yet.
         config: The fused kernel's configuration, the same on every rank; default: the tuned
             table's, or the largest tiles that fit.
 

@@ -206,8 +206,8 @@ def gemm_all_to_all_columns(
         group: 1 to 8 ranks of one node, or ranks of several nodes, for which ``"unfused"`` runs;
             default: the default process group.
         impl: ``"fused"``; ``"unfused"`` or ``"nccl"``: ``F.linear``, a permute of its columns, and
-            ``all_to_all_single``; or ``"auto"``: ``"fused"`` within a node, as no times are
-            predicted yet.
+            ``all_to_all_single``; or ``"auto"``: what a tuned table has near these
+            sizes; without, ``"unfused"`` on GPUs, as no times are known there yet.
         config: The fused kernel's configuration, the same on every rank; default: the tuned
             table's, or the largest tiles that fit.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -20,7 +21,6 @@ from interlace.comm.launching.kernels import (
     capability,
     describe_matrix,
     describe_ranks,
-    known_factor,
     processors,
     triton_dtype,
 )
@@ -151,7 +151,9 @@ def constants(
             group_m=config.group_m,
             descriptors=descriptors,
             w_along_k=operands.w_along_k,
-            factor=known_factor(operands.columns, operands.inner, *_strides(operands)),
+            # Kernels compile the same for all sizes (``do_not_specialize``), so Triton tells the
+            # compiler nothing of them, and would store every element by itself.
+            factor=math.gcd(16, operands.columns, operands.inner, *_strides(operands)),
             leaves=max(leaves, 1),
             node=dtype,
             block_scales="x" if operands.has_block_scales else "",

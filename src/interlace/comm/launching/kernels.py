@@ -274,7 +274,8 @@ def known_factor(*sizes: int) -> int:
     """Return the ``FACTOR`` of ``interlace.language.multiple_of`` for arguments of a kernel: the
     power of two, at most 8, that divides them all.
 
-    It is 1 if 16 divides them all, as Triton tells the compiler that by itself.
+    It is 1 if 16 divides them all, as Triton tells the compiler that by itself, unless arguments
+    are in the kernel's ``do_not_specialize``.
     """
     factor = math.gcd(_KNOWN_TO_TRITON, *sizes)
     return 1 if factor == _KNOWN_TO_TRITON else factor

@@ -53,7 +53,8 @@ def flat_ranges(column_ranges: ColumnRanges) -> list[int]:
     return flat
 
 
-def ranges_of(flat: Sequence[int]) -> Ranges:
+@functools.lru_cache(maxsize=1024)
+def ranges_of(flat: tuple[int, ...]) -> Ranges:
     """Return what :func:`flat_ranges` has flattened."""
     found, place = [], 0
     while place < len(flat):
@@ -226,6 +227,34 @@ def run(
         RankMismatchError: Ranks differ in what must be the same; raised on every rank.
         GroupError: The group is broken.
     """
+
+    def decide() -> tuple[int, Choice[Any]]:
+        return _decide(operator, operands, rows, columns, group, impl, config)
+
+    key = operator.name, operands.signature(), rows, columns, impl, config
+    mark, choice = group.once(key, decide)
+    call = SequenceCall(operands, rows, columns, gather, group, group_name, choice.config, mark)
+    implementation = _implementation(operator, impl, choice, call)
+    group.check()
+    tensors = (operands.x, operands.w)
+    with ranges.around(operator.name, implementation.name, tensors, lambda: None):
+        return group.perform(implementation.run(call))
+
+
+def _decide(
+    operator: SequenceOperator,
+    operands: Operands,
+    rows: tuple[int, ...],
+    columns: Ranges,
+    group: Group,
+    impl: str,
+    config: str,
+) -> tuple[int, Choice[Any]]:
+    """Agree on calls of one kind with all ranks, and choose what runs them. Collective.
+
+    Returns:
+        The mark of such calls, and the choice.
+    """
     rank, world_size, nodes = group.rank, group.world_size, group.nodes
     agreed = {
         **operator.excess(operands, rows, columns, rank),
@@ -245,14 +274,7 @@ def run(
     operands.require_supported(operator.name, takes_float8=False)
     operator.require_nodes(impl, nodes)
     choice = Choice.unpacked(operator, chosen)
-    if config:
-        choice = choice.with_text(operator, config)
-    call = SequenceCall(operands, rows, columns, gather, group, group_name, choice.config, mark)
-    implementation = _implementation(operator, impl, choice, call)
-    group.check()
-    tensors = (operands.x, operands.w)
-    with ranges.around(operator.name, implementation.name, tensors, lambda: None):
-        return group.perform(implementation.run(call))
+    return mark, choice.with_text(operator, config) if config else choice
 
 
 def _implementation(

@@ -218,7 +218,7 @@ def test_every_column_is_computed_once_and_goes_to_its_places(
             assert column + step not in found
             found[column + step] = {(owner, place + step) for owner, place in owners if owner >= 0}
     assert found == wanted
-    assert [list(each) for each in ranges_of(flat_ranges(ranges))] == ranges
+    assert [list(each) for each in ranges_of(tuple(flat_ranges(ranges)))] == ranges
 
 
 def test_ranks_take_turns_and_tiles_fit() -> None:

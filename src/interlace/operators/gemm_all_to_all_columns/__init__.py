@@ -277,7 +277,7 @@ def _columns(w: torch.Tensor, column_ranges: Sequence[int] | None, world_size: i
     """Return the columns of each rank."""
     if column_ranges is None:
         return contiguous_ranges(balanced(w.shape[0], world_size))
-    return ranges_of(column_ranges)
+    return ranges_of(tuple(column_ranges))
 
 
 def _run(

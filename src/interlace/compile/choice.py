@@ -185,6 +185,8 @@ def choose(
     """
     converts = {} if out_dtype in (None, product.dtype) else {"out_dtype": out_dtype}
     if nodes > 1:
+        if product.x_scale is not None:
+            raise LeftAlone(f"{operator.name} multiplies float8 within a node")
         if converts:
             raise LeftAlone(
                 f"the product is cast to {out_dtype} before the sum, which {operator.name} does "
@@ -195,7 +197,11 @@ def choose(
     if invariance.is_enabled():
         return _choose_invariant(operator, terms)
     sizes = dict(zip(operator.sizes, (rows, product.columns, product.inner), strict=True))
-    call = {"dtype": product.dtype, "world_size": ranks, "device": product.device, **converts}
+    call = {
+        "dtype": product.operand_dtype, "world_size": ranks, "device": product.device, **converts,
+    }  # fmt: skip
+    if product.has_block_scales:
+        call["has_block_scales"] = True
     choice = operator.choose(**sizes, **call, w_along_k=product.w_along_k)
     # ``impl="auto"`` of an explicit call runs the fused kernel where no time is known. The pass
     # must not: the user has not asked for the operator, so it has to be known to be faster.
@@ -261,7 +267,8 @@ def _choose_invariant(operator: Operator, terms: Terms) -> str:
 
 def _terms(product: Product, rows: int, ranks: int) -> Terms:
     """Return the terms of the operator's call if its result has the operands' dtype."""
-    terms = Terms.of_sizes(rows, product.columns, product.dtype, product.device.type, ranks)
+    dtype, device_type = product.operand_dtype, product.device.type
+    terms = Terms.of_sizes(rows, product.columns, dtype, device_type, ranks)
     return dataclasses.replace(terms, has_bias=product.bias is not None, is_even=rows % ranks == 0)
 
 

@@ -233,6 +233,8 @@ def fuse(collective: Collective, product: Product, tail: Tail, ranks: int) -> tu
         LeftAlone: The operator cannot compute this, or is not faster.
     """
     fused = operator_matching("gemm", "all_reduce", "norm")
+    if product.x_scale is not None:
+        raise LeftAlone(f"{fused.name} multiplies no float8")
     tokens, norm, anchor = rows_of(product), tail.norm, tail.anchor
     # A row's roundings must not depend on the number of rows where calls are batch-invariant. And a
     # graph for any number of rows, which decodes as well, loses nothing by calls of more.

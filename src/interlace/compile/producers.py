@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch.fx import Node
+from torch.nn.functional import ScalingType
 
 from interlace.compile.findings import LeftAlone
 from interlace.compile.graph import (
@@ -18,7 +19,10 @@ from interlace.compile.graph import (
     is_static,
     value,
 )
-from interlace.gemm.operands import ALIGNMENT_BYTES, FLOATS, contiguous_dimension
+from interlace.gemm.operands import ALIGNMENT_BYTES, FLOAT8, FLOATS, contiguous_dimension
+from interlace.gemm.scaled import ROWS_OF_BLOCKS, SCALE_BLOCK
+from interlace.gemm.terms import default_output_dtype
+from interlace.units import ceil_div, round_up
 
 # The names of x, w and bias among the arguments of each product.
 _PRODUCTS: dict[Any, tuple[str, str, str]] = {
@@ -27,10 +31,24 @@ _PRODUCTS: dict[Any, tuple[str, str, str]] = {
     aten.bmm.default: ("self", "mat2", "bias"),
     aten.linear.default: ("input", "weight", "bias"),
 }
+_SCALED = (aten._scaled_mm.default, aten._scaled_mm_v2.default)
+"""Products of float8, whose x is ``self`` and whose w is ``mat2``, transposed."""
+
+_RECIPES = tuple(
+    each.value
+    for each in (
+        ScalingType.TensorWise,
+        ScalingType.RowWise,
+        ScalingType.BlockWise1x128,
+        ScalingType.BlockWise128x128,
+    )
+)
+"""The kinds of scales that operators take, all float32."""
+
 _WORK = (
     *_PRODUCTS,
+    *_SCALED,
     aten.baddbmm.default,
-    aten._scaled_mm.default,
     aten._grouped_mm.default,
     aten.convolution.default,
 )
@@ -47,6 +65,7 @@ class Product:
             a batch of one.
         by_columns: Whether the weight's last dimension is N.
         bias: The vector ``[N]`` that is added to every row, or None.
+        x_scale, w_scale: The scales of float8 operands, as torch's product takes them; else None.
     """
 
     node: Node
@@ -54,6 +73,8 @@ class Product:
     w: Node
     by_columns: bool
     bias: Node | None
+    x_scale: Node | None = None
+    w_scale: Node | None = None
 
     @property
     def inner(self) -> int:
@@ -73,7 +94,29 @@ class Product:
 
     @property
     def dtype(self) -> torch.dtype:
+        """The dtype of the result."""
         return value(self.node).dtype
+
+    @property
+    def operand_dtype(self) -> torch.dtype:
+        """The dtype of x and w."""
+        return value(self.x).dtype
+
+    @property
+    def has_block_scales(self) -> bool:
+        """Whether scales are those of blocks."""
+        return self.x_scale is not None and value(self.x_scale).shape[1:].numel() > 1
+
+    def scales(self, writer: Writer) -> list[Node | None]:
+        """Return the scales as operators take them; None of other dtypes than float8."""
+        x_scale, w_scale = self.x_scale, self.w_scale
+        if w_scale is not None and self.has_block_scales:
+            # ``[K / 128, N / 128]``, which cuBLAS wants padded along K.
+            w_scale = writer.call(aten.permute.default, w_scale, [1, 0])
+            blocks = ceil_div(self.inner, SCALE_BLOCK)
+            if value(w_scale).shape[1] != blocks:
+                w_scale = writer.call(aten.slice.Tensor, w_scale, 1, 0, blocks)
+        return [x_scale, w_scale]
 
     @property
     def device(self) -> torch.device:
@@ -122,13 +165,64 @@ def is_work(node: Node) -> bool:
     return node.op == "call_function" and (node.target in _WORK or "attention" in str(node.target))
 
 
-def product_of(node: Node) -> Product | None:
-    """Return the product that a node computes, or None if it computes something else."""
+def product_of(node: Node, *, scaled: bool = False) -> Product | None:
+    """Return the product that a node computes, or None if it computes something else.
+
+    Args:
+        scaled: Whether it may be of float8.
+    """
+    if scaled and node.op == "call_function" and node.target in _SCALED:
+        return _scaled_product(node)
     if node.op != "call_function" or node.target not in _PRODUCTS:
         return None
     x, w, bias = _PRODUCTS[node.target]
     given, by_columns = arguments_of(node), node.target is not aten.linear.default
     return Product(node, given[x], given[w], by_columns, given.get(bias))
+
+
+def _scaled_product(node: Node) -> Product | None:
+    """Return a product of float8; None if its scales are none that operators take."""
+    given = arguments_of(node)
+    scales = [given["scale_a"], given["scale_b"]]
+    if node.target is aten._scaled_mm_v2.default:
+        recipes = [given["recipe_a"], given["recipe_b"]]
+        # Several scales, or another order of them, are of formats with fewer bits.
+        has_more = given["swizzle_a"] or given["swizzle_b"] or given.get("contraction_dim")
+        if has_more or any(len(each) != 1 or each[0] not in _RECIPES for each in recipes):
+            return None
+        scales = [scale for (scale,) in scales]
+    elif given.get("scale_result") is not None:
+        return None
+    return Product(node, given["self"], given["mat2"], True, given.get("bias"), *scales)
+
+
+def _require_suitable_scales(product: Product) -> None:
+    """Raise :class:`LeftAlone` if operators do not take such float8 operands or scales."""
+    node, x, w = product.node, value(product.x), value(product.w)
+    if (x.dtype, w.dtype) != (FLOAT8, FLOAT8) or product.dtype != default_output_dtype(FLOAT8):
+        raise LeftAlone(
+            f"it multiplies {x.dtype} and {w.dtype} into {product.dtype}; operators multiply "
+            f"{FLOAT8} into {default_output_dtype(FLOAT8)}"
+        )
+    assert product.x_scale is not None
+    assert product.w_scale is not None
+    of_x, of_w = value(product.x_scale), value(product.w_scale)
+    rows, (inner, columns) = x.shape[0], w.shape
+    blocks = ceil_div(inner, SCALE_BLOCK)
+    padded = round_up(blocks, ROWS_OF_BLOCKS)
+    kinds = (
+        (of_x.numel() == 1 and of_w.numel() == 1),
+        (are_equal(of_x.shape, [rows, 1]) and are_equal(of_w.shape, [1, columns])),
+        are_equal(of_x.shape, [rows, blocks])
+        and of_w.dim() == 2
+        and of_w.shape[0] in (blocks, padded)
+        and of_w.shape[1] == ceil_div(columns, SCALE_BLOCK),
+    )
+    if {of_x.dtype, of_w.dtype} != {torch.float32} or not any(kinds):
+        raise LeftAlone(
+            f"{node.name} has scales {list(of_x.shape)} and {list(of_w.shape)}; operators take "
+            "float32 for matrices, rows or blocks of 128"
+        )
 
 
 def require_suitable(product: Product) -> None:
@@ -142,7 +236,9 @@ def require_suitable(product: Product) -> None:
         raise LeftAlone(f"{node.name} scales what it adds or multiplies")
     if not is_static(*w.shape, x.shape[-1]):
         raise LeftAlone("the weight's sizes change from call to call (dynamic shapes)")
-    if x.dtype not in FLOATS or w.dtype != x.dtype or product.dtype != x.dtype:
+    if product.x_scale is not None:
+        _require_suitable_scales(product)
+    elif x.dtype not in FLOATS or w.dtype != x.dtype or product.dtype != x.dtype:
         raise LeftAlone(
             f"its dtypes are {x.dtype} and {w.dtype}; operators take float16, bfloat16 and float32"
         )

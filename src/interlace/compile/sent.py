@@ -77,6 +77,19 @@ class _Term:
                 x = rows.replay(writer, nodes, start, x)
         return writer.reshape(x, [rows_of(self.product), inner])
 
+    def scales(self, writer: Writer) -> list[Node | None]:
+        """Return the scales of a product of float8, else None twice.
+
+        Raises:
+            LeftAlone: Rows are moved that have scales of their own.
+        """
+        x_scale = self.product.x_scale
+        for start, nodes in self.moves:
+            is_moved = bool(nodes) and nodes[-1] not in rows.in_order(start, nodes)
+            if x_scale is not None and value(x_scale).numel() > 1 and is_moved:
+                raise LeftAlone(f"{nodes[-1].name} moves rows that have scales of their own")
+        return self.product.scales(writer)
+
 
 def all_reduce(collective: Collective) -> tuple[str, str]:
     """Replace a product or a sum of products, its all-reduce, and the residual and the norm that
@@ -130,7 +143,7 @@ def _all_reduce_of_product(collective: Collective, product: Product) -> tuple[st
     reason = choose_in_group(fused, product, tokens, ranks, collective.group_name, dtype)
     x = product.rows(writer)
     bias = _summed_bias(product, dtype, collective.group_name, writer)
-    options = [bias, None, None, dtype, collective.group_name, "auto", ""]
+    options = [bias, *product.scales(writer), dtype, collective.group_name, "auto", ""]
     y = writer.call(overload(fused.name), x, product.weight(writer), *options)
     product.node.replace_all_uses_with(writer.shaped_as(y, value(product.node)))
     erase_unused([product.node])
@@ -160,7 +173,8 @@ def reduce_scatter(collective: Collective) -> tuple[str, str]:
     if is_one_product:
         name, (x, w) = fused.name, _side_by_side(terms, writer)
         bias = _summed_bias(product, dtype, collective.group_name, writer)
-        options = [bias, None, None, None, dtype, collective.group_name, "auto", ""]
+        scales = terms[0].scales(writer)
+        options = [bias, *scales, None, dtype, collective.group_name, "auto", ""]
         y = writer.call(overload(name), x, w, *options)
     else:
         name = fused.sum_name
@@ -191,7 +205,7 @@ def all_to_all(collective: Collective) -> tuple[str, str]:
     fused = operator_matching("gemm", "all_to_all")
     reason = choose_in_group(fused, product, rows_of(product), ranks, collective.group_name)
     writer = Writer(collective.node, collective.node)
-    options = [product.bias, None, None, None, None, product.dtype]
+    options = [product.bias, *terms[0].scales(writer), None, None, product.dtype]
     y = writer.call(
         overload(fused.name),
         terms[0].x(writer),
@@ -297,6 +311,8 @@ def _terms_of(collective: Collective, *, is_part: bool = False) -> list[_Term]:
         require_suitable(product)
         if is_sum and product.bias is not None:
             raise LeftAlone(f"{product.node.name} adds a bias to a part of the sum")
+        if is_sum and product.x_scale is not None:
+            raise LeftAlone(f"{product.node.name} is a part of a sum, and has scales of its own")
         if is_sum and not is_static(*value(product.x).shape):
             raise LeftAlone("sizes change from call to call (dynamic shapes)")
     if len({product.dtype for product in products}) > 1:
@@ -311,14 +327,14 @@ def _adds_products(node: Node) -> bool:
     *_, node = rows.upstream(node)
     if node.target is aten.add.Tensor:
         return all(isinstance(term, Node) and _adds_products(term) for term in node.args)
-    return product_of(node) is not None
+    return product_of(node, scaled=True) is not None
 
 
 def _terms(end: Node, later: list[tuple[Node, Node]]) -> Iterator[_Term]:
     """Yield the terms of the sum ``end``; ``later`` are the steps of the sum's rows."""
     *_, first = rows.upstream(end)
     steps = [(first, end), *later]
-    product = product_of(first)
+    product = product_of(first, scaled=True)
     if product is not None:
         yield _Term(product, steps)
         return

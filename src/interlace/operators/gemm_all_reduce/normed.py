@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Hashable
 from typing import Any
 
@@ -43,10 +44,9 @@ from interlace.tuning.choice import Choice
 from interlace.tuning.configuration import Configuration
 from interlace.units import ceil_div
 
-_GEMM_HOST_US = 100.0
-"""The host enters 296 functions of Python, and 70 to 84 of the implementations that are one graph,
-for which it needs 20 to 60 us. In graphs of a program ``gemm`` would be chosen in one more of 98
-recorded calls, for less than a microsecond.
+_LEAST_GAIN_US = 1.0
+"""What ``gemm`` must save over implementations that are one graph when they come again: the host
+enters 296 functions of Python for it, and 70 to 84 for those.
 """
 
 
@@ -83,8 +83,6 @@ class GemmAllReduceNorm(GemmOperator):
             "gemm_all_reduce, by the implementation that it takes itself, then one kernel",
             launch.run_gemm,
             is_batch_invariant=True,
-            # The operator's call that comes again is found, and what follows it is prepared anew.
-            host_us=_GEMM_HOST_US,
             reservation=launch.gemm_reservation,
         ),
         UNFUSED,
@@ -149,6 +147,11 @@ def _choose(**call: Any) -> Choice[Any]:
     default = "fused" if is_few else "pushed"
     # Its own configuration belongs to the tiles of a GEMM, which nothing here has.
     choice = choose_product(GemmAllReduceNorm.name, GemmConfig, default=default, **call)
+    times_us = {name: us for name, us in choice.times_us.items() if name in ("fused", "pushed")}
+    other = min(times_us, key=times_us.__getitem__, default=choice.impl)
+    other_us = times_us.get(other, math.inf)
+    if choice.impl == "gemm" and other_us - choice.times_us["gemm"] < _LEAST_GAIN_US:
+        choice = dataclasses.replace(choice, impl=other)
     return dataclasses.replace(choice, config=config)
 
 

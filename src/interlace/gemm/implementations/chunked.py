@@ -25,8 +25,8 @@ def run(call: GemmCall) -> DeferredCall | None:
     Returns None if the caller has not asked for this implementation and the group cannot keep
     another output for these sizes.
     """
-    operands = call.operands.with_contiguous_rows()
-    return run_into_output(call, _output(call), operands, call.operator.adds_ranks)
+    adds_ranks = call.operator.adds_ranks
+    return run_into_output(call, _output(call), lambda operands: (operands, adds_ranks))
 
 
 def _output(call: GemmCall) -> KeptOutput:

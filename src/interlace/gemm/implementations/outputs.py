@@ -19,6 +19,7 @@ from interlace.comm.host.channel import GivenUpError
 from interlace.comm.replay.deferred import DeferredCall, New
 from interlace.errors import ArgumentError, BackendError, WorkspaceError
 from interlace.gemm.call import GemmCall
+from interlace.gemm.operands import Operands
 from interlace.mapped import Fused, fuse
 from interlace.mapped.collectives import memory_of
 from interlace.mapped.meeting import memory_of as meeting_memory
@@ -80,7 +81,11 @@ def kept_reservation(call: GemmCall, output: KeptOutput) -> Reservation | None:
     return Reservation((meeting_memory(OPERATOR, ranks),), mapped=mapped)
 
 
-def run_into_output(call: GemmCall, output: KeptOutput, *arguments: object) -> DeferredCall | None:
+def run_into_output(
+    given: GemmCall,
+    output: KeptOutput,
+    arguments: Callable[[Operands], tuple[object, ...]] = lambda operands: (operands,),
+) -> DeferredCall | None:
     """Return the work of a product and the collective of its rows, written into an output that the
     group keeps; None if there is no output for these sizes. Collective where it is new.
 
@@ -89,7 +94,8 @@ def run_into_output(call: GemmCall, output: KeptOutput, *arguments: object) -> D
     none for new sizes once as many as a group keeps are in use.
 
     Args:
-        arguments: What the producer is called with.
+        given: The call. X is copied if its rows are not contiguous.
+        arguments: Returns what the producer is called with, of the operands.
 
     Raises:
         ArgumentError: The caller has asked for it, and the output would be padded to more than
@@ -97,6 +103,7 @@ def run_into_output(call: GemmCall, output: KeptOutput, *arguments: object) -> D
         BackendError: The caller has asked for it, and the driver cannot map memory or let copies
             wait.
     """
+    call = given.with_operands(given.operands.with_contiguous_rows())
     product = _kept_output(output, call, replace=call.is_explicit)
     if product is None:
         return None
@@ -111,7 +118,7 @@ def run_into_output(call: GemmCall, output: KeptOutput, *arguments: object) -> D
 
         def enqueue() -> None:
             mapped.go_back(place)  # where an epoch was captured and there is no graph
-            product.run_into(y, *arguments)
+            product.run_into(y, *arguments(operands))
 
         return enqueue
 
@@ -124,6 +131,8 @@ def run_into_output(call: GemmCall, output: KeptOutput, *arguments: object) -> D
         functools.partial(_first_rows, rows=rows),
         where=functools.partial(_place, reference),
         replayed=functools.partial(_advance, reference, output.key),
+        # The graph reads a copy that every call makes anew.
+        is_of_operands=call is given,
     )
 
 

@@ -26,7 +26,7 @@ def run(call: GemmCall) -> DeferredCall | None:
     Returns None if the caller has not asked for this implementation and the group cannot keep
     another output for these sizes.
     """
-    return run_into_output(call, _output(call), call.operands.with_contiguous_rows())
+    return run_into_output(call, _output(call))
 
 
 def _output(call: GemmCall) -> KeptOutput:

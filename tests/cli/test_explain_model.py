@@ -128,7 +128,15 @@ def test_the_page_shows_what_is_printed() -> None:
     page = (Path(__file__).parents[2] / "docs" / "tensor-parallel.md").read_text(encoding="utf-8")
     shown = page.split("```text\n")[1].split("\n```")[0].splitlines()
     done = explain("--model", "llama3-70b", "--tensor", 8, "--tokens", "8,4096", "--gpu", "h100")
-    assert [line.rstrip() for line in done.output.splitlines()[: len(shown)]] == shown
+    printed = [line.rstrip() for line in done.output.splitlines()]
+    assert printed[: len(shown)] == shown
+    # The first page has some of these lines.
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    some = readme.split("$ interlace explain --model")[1].split("```")[0].splitlines()[1:]
+    assert len(some) == 4
+    assert set(some[:3]) <= set(printed)
+    *_, layer = (line.split() for line in printed if line.startswith("layer"))
+    assert some[3].split()[-3:] == layer[1:4]
 
 
 def test_single_calls_say_so_too(tmp_path: Path) -> None:

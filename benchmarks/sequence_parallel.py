@@ -4,14 +4,16 @@
 
 Of each size: the QKV product whose columns go to the ranks of their heads
 (``gemm_all_to_all_columns``), the output product whose heads come back (``all_to_all_gemm``), and
-both with their backward passes. Ways: ``auto``, Interlace's; ``pair``, ``F.linear``, a permute and
+both with their backward passes. Ways: ``fused``, Interlace's kernel; ``auto``, what runs by itself,
+by the tuned tables; ``pair``, as a program writes it: ``F.linear``, a permute and
 ``all_to_all_single`` of NCCL, one exchange for queries, keys and values together; ``product`` and
 ``exchange``, which no way can do without; and where FlashInfer is installed ``flashinfer``, its
 ``UlyssesCommunicator``, whose exchange has the permute in it, of queries, keys and values one by
-one. With ``--configs`` also other configurations of the fused
-kernel, of which ``--tables`` keeps the fastest in the tuned tables of a folder, such as
-``src/interlace/tuning/tables``: ``impl="auto"`` goes by these. Microseconds of the slowest rank,
-the median and deciles, eager and in a CUDA graph. Results are compared with the pair's first.
+one. With ``--configs`` also other configurations of the fused kernel, of which ``--tables`` keeps
+the fastest in the tuned tables of a folder, say ``src/interlace/tuning/tables``: ``impl="auto"``
+goes by these. Microseconds of the slowest rank, the median and deciles, eager and in a CUDA graph.
+Results are compared with the pair's first. Steps with backward passes are beside ``unfused``, which
+is the pair by Interlace.
 """
 
 from __future__ import annotations
@@ -99,6 +101,23 @@ class Work:
         y: torch.Tensor = function(self.x, self.weights[number % 2], **self.options, **options)
         return y
 
+    def pair(self, number: int) -> torch.Tensor:
+        """Return the same result by PyTorch's own operators."""
+        w, (sent, received) = self.weights[number % 2], self.sent
+        arrived = self.x.new_empty(sum(received))
+        if self.operator == TO_ROWS:
+            dist.all_to_all_single(arrived, self.x.view(-1), received, sent)
+            rows = self.sizes["rows"]
+            parts = [part.view(rows, -1) for part in arrived.split(received)]
+            return F.linear(torch.cat(parts, 1), w)
+        y = F.linear(self.x, w)
+        columns = [
+            torch.cat([y[:, first:end] for first, end in ranges], 1).view(-1)
+            for ranges in self.options["column_ranges"]
+        ]
+        dist.all_to_all_single(arrived, torch.cat(columns), received, sent)
+        return arrived.view(len(y) * len(columns), -1)
+
     def step(self, number: int, impl: str) -> None:
         """Make the call and its backward pass."""
         y = self.call(number, impl=impl)
@@ -182,7 +201,8 @@ def ways_of(work: Work, configs: dict[str, GemmConfig]) -> dict[str, Callable[[i
     left = torch.randn(sizes["rows"], sizes["inner"], device="cuda").bfloat16()
     flat, arrived = (left.new_empty(sum(each)) for each in (sent, received))
     ways: dict[str, Callable[[int], Any]] = {
-        "pair": lambda i: work.call(i, impl="unfused"),
+        "pair": work.pair,
+        "fused": lambda i: work.call(i, impl="fused"),
         "auto": lambda i: work.call(i),
         "product": lambda i: F.linear(left, work.weights[i % 2]),
         "exchange": lambda i: dist.all_to_all_single(arrived, flat, received, sent),
@@ -196,7 +216,7 @@ def time_work(work: Work, size: Size, *, with_configs: bool) -> dict[str, Any]:
     """Return the times of all ways of one call, and of its steps."""
     found: dict[str, Any] = {"operator": work.operator, **work.sizes}
     with torch.no_grad():
-        wanted, y = work.call(0, impl="unfused"), work.call(0)
+        wanted, y = work.pair(0), work.call(0, impl="fused")
         # Both round to bfloat16 once, after sums in another order.
         error = float((y.float() - wanted.float()).abs().max() / wanted.float().abs().max())
         if not error < 2**-6:
@@ -215,7 +235,7 @@ def time_work(work: Work, size: Size, *, with_configs: bool) -> dict[str, Any]:
     for tensor in (work.x, *work.weights):
         tensor.requires_grad_()
     steps = {
-        f"step, {impl}": (lambda i, impl=impl: work.step(i, impl)) for impl in ("unfused", "auto")
+        f"step, {impl}": (lambda i, impl=impl: work.step(i, impl)) for impl in ("unfused", "fused")
     }
     return found | in_turn(steps, calls=CALLS, settling=SETTLING)
 
@@ -228,7 +248,7 @@ def worker(with_configs: bool) -> list[dict[str, Any]]:
             timed = time_work(work, size, with_configs=with_configs)
             results.append(dataclasses.asdict(size) | timed)
             if dist.get_rank() == 0:
-                ratio = timed["auto"]["graph"]["median_us"] / timed["pair"]["graph"]["median_us"]
+                ratio = timed["fused"]["graph"]["median_us"] / timed["pair"]["graph"]["median_us"]
                 print(f"{ratio:.2f} of the pair:", results[-1], flush=True)
     return results
 

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 
 from interlace.bench import report
+from interlace.errors import ArgumentError
+from interlace.gemm.operands import FLOAT8
 from interlace.registry import operator_named
 from tests.untimed import untimed
 
@@ -43,6 +45,47 @@ def test_every_way_of_an_operator(ranks, operator):
         assert {"fused", "chunked", "cuBLAS + NCCL"} <= result["host_us"].keys()
         assert all(us > 0 for us in result["host_us"].values())
         assert report.title(operator, result) == f"{operator}: 8 x 16 x 24, float32, 2 ranks"
+
+
+def _bench_uneven(operator):
+    from interlace.bench import products
+
+    with untimed():
+        return sorted(products.bench(products.ProductShape(operator, 9, 16, 24))["times"])
+
+
+def test_rows_that_ranks_share_unevenly(ranks):
+    """No library scatters them in one call, so nothing is said of communication alone."""
+    for ways in ranks(2).run(_bench_uneven, "gemm_reduce_scatter"):
+        assert "NCCL alone" not in ways
+        assert {"fused", "cuBLAS + NCCL", "cuBLAS alone"} <= set(ways)
+    for message in ranks(2).run(_refused, "all_gather_gemm"):
+        assert message == (
+            "all_gather_gemm: rows must be a multiple of 2 ranks, which share them out evenly; "
+            "got 9."
+        )
+
+
+def _refused(operator):
+    from interlace.bench import products
+
+    with pytest.raises(ArgumentError) as raised:
+        products.TimedProduct(products.ProductShape(operator, 9, 16, 24))
+    return str(raised.value)
+
+
+def _bench_scaled():
+    from interlace.bench import products
+
+    shape = products.ProductShape("gemm_reduce_scatter", 8, 16, 256, FLOAT8, has_block_scales=True)
+    with untimed():
+        return products.bench(shape)
+
+
+def test_float8_with_scales_of_blocks(ranks):
+    for result in ranks(2).run(_bench_scaled):
+        assert result["has_block_scales"]
+        assert {"fused", "chunked", "pushed", "cuBLAS + NCCL"} <= set(result["times"])
 
 
 def _bench_few_rows():

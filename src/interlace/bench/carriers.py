@@ -19,8 +19,12 @@ COLLECTIVES = ("all_gather", "all_reduce", "all_to_all", "reduce_scatter")
 
 
 def collectives(case: TimedProduct) -> dict[str, Step]:
-    """Return the collective alone, by every library that has it, on the memory of the pair."""
+    """Return the collective alone, by every library that has it, on the memory of the pair; none
+    where ranks have different numbers of rows.
+    """
     group, parts = case.group, case.product
+    if case.shape.rows % case.owner.world_size and case.operator.collective != "all_reduce":
+        return {}
     shard = parts[: case.shape.rows // case.owner.world_size]
     match case.operator.collective:
         case "all_to_all":

@@ -17,6 +17,7 @@ from interlace.bench.report import PAIR_NAMES, Role
 from interlace.comm.groups.group import solo_group
 from interlace.comm.groups.machine_rates import sets_past_cache
 from interlace.comm.groups.process_groups import gather
+from interlace.errors import ArgumentError
 from interlace.gemm import schema
 from interlace.gemm.config import GemmConfig
 from interlace.gemm.operands import FLOAT8, Operands
@@ -99,6 +100,12 @@ class TimedProduct(Benchmark[Any]):
     def __init__(self, shape: ProductShape, group: dist.ProcessGroup | None = None) -> None:
         super().__init__(product_operator(shape.operator), shape, group)
         ranks, device = self.owner.world_size, self.device
+        shares_rows = {"all_gather", "all_to_all"} & set(self.operator.pattern)
+        if shares_rows and shape.rows % ranks:
+            raise ArgumentError(
+                f"{shape.operator}: rows must be a multiple of {ranks} ranks, which share them out "
+                f"evenly; got {shape.rows}."
+            )
         # Ranks have different operands, so rows that arrive from the wrong rank are an error.
         generator = torch.Generator(device).manual_seed(1 + self.owner.rank)
         x_rows = shape.rows // ranks if self.operator.returns_gathered else shape.rows

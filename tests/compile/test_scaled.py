@@ -12,6 +12,7 @@ import torch.distributed as dist
 from interlace.compile import fuse
 from interlace.gemm.operands import FLOAT8
 from interlace.gemm.scaled import block_scale_shapes, dequantised
+from tests.compile.norms import rms
 from tests.compile.programs import (
     all_gather,
     all_reduce,
@@ -84,6 +85,28 @@ def test_products_of_float8_become_operators(ranks: Any, kind: str) -> None:
         }
         # Parts and sums are rounded to bfloat16, by truncation in the interpreter.
         assert {name: error for name, (_, error) in outcomes.items() if not error < 2**-6} == {}
+
+
+def _normed() -> tuple[list[str], float]:
+    """What a product of float8 with a residual and a norm behind its sum becomes, and the error."""
+    generator = torch.Generator().manual_seed(1)
+    residual = torch.randn(M, N, generator=generator).bfloat16()
+    weight = torch.randn(N, generator=generator).bfloat16()
+    arguments = [*_operands("rows"), residual, weight]
+
+    def program(*given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        *operands, residual, weight = given
+        total = residual + all_reduce(_multiply(*operands))
+        return total, rms(total, weight)
+
+    names, _, error = fused(traced(program, arguments), arguments)
+    return names, error
+
+
+def test_a_norm_behind_the_sum_is_part_of_the_operator(ranks: Any) -> None:
+    for names, error in ranks(2).run(_normed):
+        assert names == ["gemm_all_reduce_norm"]
+        assert error < 2**-6
 
 
 def _sum_of_products(x: torch.Tensor, w: torch.Tensor, *scales: torch.Tensor) -> torch.Tensor:

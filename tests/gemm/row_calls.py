@@ -31,7 +31,7 @@ def _all_to_all(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor) -> torch.T
 
 def _normed(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     y, residual, _ = torch.ops.interlace.gemm_all_reduce_norm(
-        x, w, bias, None, None, None, "rms", 1e-5, None, None, False, "", "auto", ""
+        x, w, bias, None, None, None, "rms", 1e-5, None, None, False, None, None, "", "auto", ""
     )
     return torch.cat([y, residual], 1)
 

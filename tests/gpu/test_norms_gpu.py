@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 import interlace
 from interlace.gemm.operands import FLOAT8
+from interlace.gemm.scaled import block_scale_shapes, dequantised
 from interlace.operators.gemm_all_reduce.normed_launch import expect_any_tokens
 from tests.compile.norms import FUSED, NORMED, ROUNDINGS
 from tests.compile.programs import fuse_everything, fused, tensors, traced
@@ -68,6 +69,33 @@ def test_scales_of_blocks(ranks: Any, columns: int) -> None:
     for results in ranks(2).run(_in_blocks, columns):
         # Half a unit in the last place of the largest numbers.
         assert [each for each in results if not each[2] < 1.1 * 2**-4] == []
+
+
+def _of_float8(inner: int) -> list[tuple[str, int, float]]:
+    """The largest error of sums of float8 products with scales of blocks, by implementation and
+    rows; each call comes twice, with other scales in the same memory.
+    """
+    columns, results = 512, []
+    own = torch.Generator().manual_seed(1 + dist.get_rank())
+    w = torch.randn(columns, inner, generator=own).to(FLOAT8).cuda()
+    for impl, rows in (("pushed", 1), ("pushed", 300), ("gemm", 5), ("gemm", 70), ("unfused", 6)):
+        x = torch.randn(rows, inner, generator=own).to(FLOAT8).cuda()
+        x_scale, w_scale = (torch.ones(each).cuda() for each in block_scale_shapes(x, w))
+        for factor in (1.0, 2.0, 3.0):
+            x_scale.copy_(torch.rand(x_scale.shape, generator=own) + factor)
+            _, h, _ = interlace.gemm_all_reduce(
+                x, w, x_scale=x_scale, w_scale=w_scale, norm="rms", impl=impl
+            )
+            total = dequantised(x, x_scale, 1) @ dequantised(w, w_scale, 128).T
+            dist.all_reduce(total)
+            error = ((h.float() - total).abs().max() / total.abs().max()).item()
+            results.append((impl, rows, error))
+    return results
+
+
+def test_products_of_float8(ranks: Any) -> None:
+    for results in ranks(2).run(_of_float8, 640):
+        assert [each for each in results if not each[2] < 2e-2] == []
 
 
 def _many_rows(inner: int) -> list[tuple[int, float, bool]]:

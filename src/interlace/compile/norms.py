@@ -233,8 +233,6 @@ def fuse(collective: Collective, product: Product, tail: Tail, ranks: int) -> tu
         LeftAlone: The operator cannot compute this, or is not faster.
     """
     fused = operator_matching("gemm", "all_reduce", "norm")
-    if product.x_scale is not None:
-        raise LeftAlone(f"{fused.name} multiplies no float8")
     tokens, norm, anchor = rows_of(product), tail.norm, tail.anchor
     # A row's roundings must not depend on the number of rows where calls are batch-invariant. And a
     # graph for any number of rows, which decodes as well, loses nothing by calls of more.
@@ -260,7 +258,7 @@ def fuse(collective: Collective, product: Product, tail: Tail, ranks: int) -> tu
     if nodes_of(collective.group_name, product.device) > 1:
         raise LeftAlone(f"{fused.name} runs within a node")
     reason = choose(fused, product, tokens, ranks)
-    if not is_static(*value(product.x).shape[:-1]):
+    if not is_static(*value(product.x).shape[:-1]) and product.x_scale is None:
         expect_any_tokens(product.columns, product.inner, product.dtype)
     for move in moves_before:
         move()
@@ -273,7 +271,8 @@ def fuse(collective: Collective, product: Product, tail: Tail, ranks: int) -> tu
         tail.bias,
         None if tail.residual is None else writer.as_rows(tail.residual),
         *(operand and writer.reshape(operand, [product.columns]) for operand in vectors),
-        *[norm.kind, norm.eps, *_scale(norm, writer), False, collective.group_name, "auto", ""],
+        *[norm.kind, norm.eps, *_scale(norm, writer), False, *product.scales(writer)],
+        *[collective.group_name, "auto", ""],
     )
     y, total = (writer.call(operator.getitem, triple, index) for index in (0, 1))
     norm.result.replace_all_uses_with(writer.shaped_as(y, value(norm.result)))

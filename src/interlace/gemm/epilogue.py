@@ -10,7 +10,7 @@ import torch
 
 from interlace.comm.replay.replays import places
 from interlace.errors import ArgumentError
-from interlace.gemm.operands import FLOAT8, FLOATS
+from interlace.gemm.operands import FLOAT8, FLOATS, output_dtype
 from interlace.gemm.scaled import SCALE_BLOCK
 from interlace.units import ceil_div
 
@@ -25,7 +25,8 @@ class Normed(NamedTuple):
 
     Attributes:
         y: ``[B, N]``: the norm of ``residual``, in the dtype that was asked for.
-        residual: ``[B, N]`` of x's dtype: the sum over ranks, with bias and residual added.
+        residual: ``[B, N]`` of x's dtype, or bfloat16 for float8: the sum over ranks, with bias and
+            residual added.
         scale: float32 ``[B, 1]``: what each row of y is to be multiplied by, if y is float8 and no
             scale was given; or ``[B, ceil(N / 128)]``: what each 128 elements of a row are, if that
             was asked for; else an empty tensor.
@@ -40,11 +41,11 @@ class Normed(NamedTuple):
 class Epilogue:
     """Describe the steps between a sum over ranks, ``total [B, N]``, and the stored results.
 
-    ``h = total + bias + residual``, rounded to x's dtype, is one result; ``norm(h) * norm_weight +
-    norm_bias``, in float32 and rounded once, is the other.
+    ``h = total + bias + residual``, rounded to the sums' dtype (x's, or bfloat16 for float8), is
+    one result; ``norm(h) * norm_weight + norm_bias``, in float32 and rounded once, is the other.
 
     Attributes:
-        residual: ``[B, N]`` of x's dtype, contiguous; or None.
+        residual: ``[B, N]`` of the sums' dtype, contiguous; or None.
         norm_weight: ``[N]``, float16, bfloat16 or float32; or None for ones.
         norm_bias: ``[N]``, the same; or None.
         norm: ``"rms"`` or ``"layer"``.
@@ -76,12 +77,12 @@ class Epilogue:
         out_dtype: torch.dtype | None,
         block_scales: bool,
     ) -> Epilogue:
-        """Return an epilogue whose tensors are contiguous; y has x's dtype by default."""
+        """Return an epilogue whose tensors are contiguous; y has the sums' dtype by default."""
         residual, norm_weight, norm_bias = (
             None if tensor is None else tensor.contiguous()
             for tensor in (residual, norm_weight, norm_bias)
         )
-        dtype = out_dtype or x.dtype
+        dtype = output_dtype(x, out_dtype)
         return Epilogue(residual, norm_weight, norm_bias, norm, eps, scale, dtype, block_scales)
 
     @property
@@ -125,7 +126,7 @@ class Epilogue:
 
         Args:
             rows, columns: B and N.
-            dtype: X's.
+            dtype: The sums'.
         """
         blocks = ceil_div(columns, SCALE_BLOCK)
         scales = {"row": [rows, 1], "block": [rows, blocks]}.get(self.quantization, [0])
@@ -138,7 +139,7 @@ class Epilogue:
         Args:
             like: X, whose device and dtype count.
         """
-        shapes = self.result_shapes(rows, columns, like.dtype)
+        shapes = self.result_shapes(rows, columns, output_dtype(like, None))
         return Normed(*(like.new_empty(shape, dtype=dtype) for shape, dtype in shapes))
 
 
@@ -148,11 +149,6 @@ def validate_epilogue(operator: str, x: torch.Tensor, columns: int, epilogue: Ep
     Raises:
         ArgumentError: A shape, a dtype, a device or a value breaks a rule.
     """
-    if x.dtype not in FLOATS:
-        raise ArgumentError(
-            f"{operator}: x must be float16, bfloat16 or float32 where the sum is normalised; got "
-            f"{x.dtype}."
-        )
     if epilogue.norm not in NORMS:
         raise ArgumentError(
             f"{operator}: norm must be one of {', '.join(NORMS)}; got {epilogue.norm!r}."
@@ -167,9 +163,10 @@ def validate_epilogue(operator: str, x: torch.Tensor, columns: int, epilogue: Ep
     residual = epilogue.residual
     if residual is not None:
         shape = [x.shape[0], columns]
-        if list(residual.shape) != shape or residual.dtype != x.dtype:
+        dtype = output_dtype(x, None)
+        if list(residual.shape) != shape or residual.dtype != dtype:
             raise ArgumentError(
-                f"{operator}: residual must be [B, N] = {shape} of x's dtype, {x.dtype}; got "
+                f"{operator}: residual must be [B, N] = {shape} of the sum's dtype, {dtype}; got "
                 f"{list(residual.shape)} of {residual.dtype}."
             )
     for name in ("norm_weight", "norm_bias"):

@@ -19,6 +19,7 @@ from interlace.comm.launching.kernels import Launch
 from interlace.costs import find_cost
 from interlace.gemm.call import GemmCall
 from interlace.gemm.epilogue import Norm
+from interlace.gemm.scaled import block_scale_shapes, dequantised
 from interlace.operators.gemm_all_reduce import normed, normed_launch
 from interlace.operators.gemm_all_reduce.config import GemmAllReduceNormConfig
 from interlace.operators.gemm_all_reduce.normed import GemmAllReduceNorm
@@ -50,7 +51,7 @@ def _exact(tensors: dict[str, torch.Tensor], norm: Norm) -> tuple[torch.Tensor, 
         dist.all_reduce(total)
     total += tensors["bias"].double() + tensors["residual"].double()
     # The norm is of the residual that is stored.
-    h = total.to(tensors["x"].dtype).double()
+    h = total.to(tensors["residual"].dtype).double()
     value = h - h.mean(-1, keepdim=True) if norm == "layer" else h
     y = value * (value.square().mean(-1, keepdim=True) + EPS).rsqrt()
     return y * tensors["norm_weight"].double() + tensors["norm_bias"].double(), total
@@ -165,6 +166,57 @@ def test_float8(ranks: Any, scale: float | None) -> None:
             wrong = (found.double() - right).abs() > 0.07 * right.abs() + 0.01 * right.abs().max()
             assert wrong.float().mean() < 0.05
             assert ((found.double() - right).abs() <= 0.6 * right.abs() + 0.02).all()
+
+
+def _of_float8(kind: str) -> dict[str, tuple[float, float]]:
+    """Errors of y and the residual of products of float8, by implementation."""
+    tensors = _tensors(5, 150, 260, torch.bfloat16)
+    own = torch.Generator().manual_seed(7 + dist.get_rank())
+    x, w = (tensors[name].to(FLOAT8) for name in ("x", "w"))
+    of_x, of_w = {"rows": ((5, 1), (150,)), "blocks": block_scale_shapes(x, w)}[kind]
+    x_scale, w_scale = (torch.rand(shape, generator=own) + 0.5 for shape in (of_x, of_w))
+    by_row = w_scale if kind == "blocks" else w_scale.reshape(-1)
+    wide = {
+        "x": dequantised(x, x_scale if kind == "blocks" else x_scale.reshape(-1), 1).double(),
+        "w": dequantised(w, by_row, 128).double(),
+    }
+    exact = _exact(tensors | wide, "rms")
+    scales = {"x_scale": x_scale, "w_scale": w_scale}
+    errors = {}
+    for impl in (*(each for each in IMPLS if each != "fused"), "auto"):
+        y, h, _ = interlace.gemm_all_reduce(
+            **(tensors | {"x": x, "w": w}), **scales, norm="rms", eps=EPS, impl=impl
+        )
+        assert y.dtype == h.dtype == torch.bfloat16
+        errors[impl] = tuple(
+            float((found.double() - right).norm() / right.norm())
+            for found, right in zip((y, h), exact, strict=True)
+        )
+    return errors
+
+
+@pytest.mark.parametrize("kind", ["rows", "blocks"])
+def test_products_of_float8(ranks: Any, kind: str) -> None:
+    for errors in ranks(2).run(_of_float8, kind):
+        # Parts and sums are bfloat16, truncated by the interpreter.
+        assert {impl: each for impl, each in errors.items() if not max(each) < 2e-2} == {}
+
+
+def _float8_by_one_kernel() -> str:
+    x, w = torch.ones(2, 16).to(FLOAT8), torch.ones(16, 16).to(FLOAT8)
+    scales = {"x_scale": torch.ones(1), "w_scale": torch.ones(1)}
+    kind, message = error_of(
+        lambda: interlace.gemm_all_reduce(x, w, norm="rms", impl="fused", **scales)
+    )[:2]
+    return f"{kind}: {message}"
+
+
+def test_one_kernel_multiplies_no_float8(ranks: Any) -> None:
+    for message in ranks(2).run(_float8_by_one_kernel):
+        assert message.startswith(
+            "ArgumentError: gemm_all_reduce_norm: impl='fused' must have float16, bfloat16 or "
+            "float32 operands."
+        )
 
 
 def _traffic(impl: str, dtype: torch.dtype) -> tuple[int, int, dict[int, int]]:
@@ -305,7 +357,10 @@ def test_scales_are_never_zero(ranks: Any, impl: str) -> None:
     ("change", "message"),
     [
         ({"norm": "batch"}, "norm must be one of rms, layer; got 'batch'"),
-        ({"residual": torch.zeros(2, 8)}, r"residual must be \[B, N\] = \[2, 4\] of x's dtype"),
+        (
+            {"residual": torch.zeros(2, 8)},
+            r"residual must be \[B, N\] = \[2, 4\] of the sum's dtype",
+        ),
         ({"residual": torch.zeros(2, 4, device="meta")}, "residual must be on the device of x"),
         ({"residual": torch.zeros(2, 4).to_sparse()}, "residual must be dense"),
         ({"norm_bias": [0.0] * 4}, "norm_bias must be a torch.Tensor; got list"),
@@ -325,7 +380,7 @@ def test_scales_are_never_zero(ranks: Any, impl: str) -> None:
             "block_scales must come with out_dtype=torch.float8_e4m3fn and no scale; got a scale",
         ),
         ({"out_dtype": torch.int8}, "out_dtype must be"),
-        ({"x_scale": torch.ones(1)}, "x_scale must not come with a norm"),
+        ({"x_scale": torch.ones(1)}, "x_scale must be given for float8 only"),
         ({"impl": "quick"}, "impl must be one of .*pushed.*; got 'quick'"),
     ],
 )

@@ -29,7 +29,6 @@ from interlace.operators.gemm_all_reduce import fused, gemv, reference
 from interlace.operators.gemm_all_reduce.config import GemmAllReduceConfig, GemvAllReduceConfig
 from interlace.operators.gemm_all_reduce.normed import (
     call_normed,
-    refuse_with_norm,
     refuse_without_norm,
 )
 from interlace.registry import operator
@@ -137,6 +136,8 @@ def gemm_all_reduce(
     w: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
+    x_scale: torch.Tensor | None = None,
+    w_scale: torch.Tensor | None = None,
     norm_weight: torch.Tensor,
     residual: torch.Tensor | None = None,
     norm: Norm | None = None,
@@ -197,7 +198,7 @@ def gemm_all_reduce(
         residual: ``[M, N]`` of x's dtype, the same on every rank: added to the sum before the norm.
         norm: ``"rms"`` or ``"layer"``: the result is normalised over N, as what follows this layer
             in a Transformer; ``"rms"`` where ``norm_weight`` is given alone. For up to some hundred
-            rows, without gradients and not of float8.
+            rows, without gradients.
         norm_weight: ``[N]``, float16, bfloat16 or float32: what the normalised sum is multiplied
             by; None for 1.
         norm_bias: ``[N]``, the same: what is added to that; None for 0.
@@ -260,11 +261,10 @@ def gemm_all_reduce(
     Source: Punniyamurthy et al., SC24 (arXiv:2305.06942), for the fusion and the two phases.
     """
     if norm is not None or norm_weight is not None:
-        refuse_with_norm(OPERATOR.name, x_scale=x_scale, w_scale=w_scale)
         return call_normed(
             x, w, bias, residual=residual, norm=norm, norm_weight=norm_weight, norm_bias=norm_bias,
-            eps=eps, scale=scale, out_dtype=out_dtype, block_scales=block_scales, group=group,
-            impl=impl, config=config,
+            eps=eps, scale=scale, out_dtype=out_dtype, block_scales=block_scales, x_scale=x_scale,
+            w_scale=w_scale, group=group, impl=impl, config=config,
         )  # fmt: skip
     refuse_without_norm(
         OPERATOR.name,

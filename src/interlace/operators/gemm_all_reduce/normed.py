@@ -27,11 +27,13 @@ from interlace.gemm.implementations.unfused import UNFUSED
 from interlace.gemm.operands import (
     FLOATS,
     Operands,
+    output_dtype,
     require_device,
     require_tensor,
     validate,
 )
 from interlace.gemm.operator import GemmOperator, Splits
+from interlace.gemm.terms import default_output_dtype
 from interlace.operators.gemm_all_reduce import gemv, reference
 from interlace.operators.gemm_all_reduce import normed_launch as launch
 from interlace.operators.gemm_all_reduce.config import (
@@ -109,9 +111,7 @@ class GemmAllReduceNorm(GemmOperator):
     def run_unfused(self, call: GemmCall) -> Normed:
         """Run ``F.linear``, ``all_reduce``, and torch's norm."""
         operands = call.operands
-        results = reference.gemm_all_reduce_norm(
-            operands.x, operands.w, operands.bias, call.known_epilogue, call.process_group
-        )
+        results = reference.gemm_all_reduce_norm(operands, call.known_epilogue, call.process_group)
         return Normed(*results)
 
 
@@ -133,7 +133,8 @@ def _choose(**call: Any) -> Choice[Any]:
         )
     if call["device"].type == "cpu":
         config = dataclasses.replace(config, **_CPU_TILES)
-    if launch.is_pushed(call["rows"], call["columns"], call["dtype"], call["world_size"]):
+    dtype = default_output_dtype(call["dtype"])
+    if launch.is_pushed(call["rows"], call["columns"], dtype, call["world_size"]):
         reason = "one kernel behind the product is faster than two for so few bytes"
         return Choice("pushed", config, reason)
     if call["rows"] > MOST_NORMED_ROWS:
@@ -144,6 +145,7 @@ def _choose(**call: Any) -> Choice[Any]:
         )
         return Choice("gemm", config, reason)
     is_few = call["rows"] <= MOST_FUSED_ROWS and call.get("w_along_k", True)
+    is_few = is_few and call["dtype"] in FLOATS
     default = "fused" if is_few else "pushed"
     # Its own configuration belongs to the tiles of a GEMM, which nothing here has.
     choice = choose_product(GemmAllReduceNorm.name, GemmConfig, default=default, **call)
@@ -158,7 +160,8 @@ def _choose(**call: Any) -> Choice[Any]:
 _SCHEMA = (
     "(Tensor x, Tensor w, Tensor? bias, Tensor? residual, Tensor? norm_weight, Tensor? norm_bias, "
     "str norm, float eps, Tensor? scale, ScalarType? out_dtype, bool block_scales, "
-    "str group_name, str impl, str config) -> (Tensor, Tensor, Tensor)"
+    "Tensor? x_scale, Tensor? w_scale, str group_name, str impl, str config) -> "
+    "(Tensor, Tensor, Tensor)"
 )
 _DECLARATION = GemmAllReduceNorm()
 _NAME = GemmAllReduceNorm.name
@@ -170,13 +173,13 @@ _library.define(f"{_NAME}{_SCHEMA}", tags=OPERATOR_TAGS)
 _TENSORS = 0, 1, 2, 5
 """The places of residual, norm_weight, norm_bias and scale behind x, w and bias."""
 
-# Behind x, w and bias come an epilogue's arguments, and then the group's name, the implementation
-# and the configuration.
-_OTHERS = 3
+# Behind x, w and bias come an epilogue's arguments, and then both scales, the group's name, the
+# implementation and the configuration.
+_OTHERS = 5
 
 
 def _run(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, *arguments: Any) -> _Results:
-    group_name, impl, config = arguments[-_OTHERS:]
+    x_scale, w_scale, group_name, impl, config = arguments[-_OTHERS:]
     known = _known_call(x, w, bias, *arguments)
     if known is not None and not ranges.is_listening():
         group = known_group(process_group_named(group_name), x.device)
@@ -191,7 +194,7 @@ def _run(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, *arguments
             )
         if results is not None:
             return tuple(results)
-    validate(_DECLARATION, x, w, bias, None, None, None, impl, None)
+    validate(_DECLARATION, x, w, bias, x_scale, w_scale, None, impl, None)
     epilogue = Epilogue.of(x, *arguments[:-_OTHERS])
     validate_epilogue(_NAME, x, w.shape[0], epilogue)
     if w.shape[0] > launch.MOST_COLUMNS:
@@ -199,7 +202,7 @@ def _run(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, *arguments
             f"{_NAME}: w must have at most {launch.MOST_COLUMNS} rows, the columns of "
             f"the sums; got {w.shape[0]}. Normalise after gemm_all_reduce."
         )
-    operands = Operands(x, w, bias, None, None, x.dtype)
+    operands = Operands(x, w, bias, x_scale, w_scale, output_dtype(x, None))
     return tuple(
         dispatch.run(_DECLARATION, operands, (), False, group_name, impl, config, epilogue, known)
     )
@@ -217,13 +220,16 @@ def _known_call(
     """
     (
         residual, norm_weight, norm_bias, norm, eps, scale, out_dtype, block_scales,
-        _, impl, config,
+        x_scale, w_scale, _, impl, config,
     ) = arguments  # fmt: skip
     if not x.is_cuda or config or x.dim() != 2 or w.dim() != 2:
         return None
     rows, columns = x.shape[0], w.shape[0]
     is_many = rows > MOST_NORMED_ROWS
     if residual is not None and residual.shape != (rows, columns):
+        return None
+    # Scales of rows go with their number.
+    if is_many and x_scale is not None:
         return None
     key: list[Hashable] = [
         _NAME, None if is_many else rows, impl, norm, eps, out_dtype, block_scales, x.shape[1],
@@ -233,7 +239,9 @@ def _known_call(
     addresses = [x.data_ptr(), w.data_ptr()]
     if not is_many:
         key += (address % 16 for address in addresses)
-    for other in (bias, residual, norm_weight, norm_bias, scale):
+    if x_scale is not None and w_scale is not None:
+        key += (x_scale.shape, x_scale.stride(), w_scale.shape)
+    for other in (bias, residual, norm_weight, norm_bias, scale, w_scale):
         if other is None:
             key.append(None)
         elif not other.is_contiguous():
@@ -242,6 +250,12 @@ def _known_call(
             width, address = other.shape[-1] if other.dim() else 0, other.data_ptr()
             key += (width, other.dim(), other.dtype, other.get_device(), address % 16)
             addresses.append(address)
+    if x_scale is not None:
+        in_blocks = x_scale.dim() == 2 and x_scale.shape[1] > 1
+        if not (in_blocks or x_scale.is_contiguous()):
+            return None
+        key += (x_scale.dtype, x_scale.get_device(), x_scale.data_ptr() % 16)
+        addresses.append(x_scale.data_ptr())
     return tuple(key), None if is_many else tuple(addresses)
 
 
@@ -266,6 +280,8 @@ def call_normed(
     scale: torch.Tensor | None,
     out_dtype: torch.dtype | None,
     block_scales: bool,
+    x_scale: torch.Tensor | None = None,
+    w_scale: torch.Tensor | None = None,
     group: dist.ProcessGroup | None,
     impl: str,
     config: Configuration | None,
@@ -287,6 +303,8 @@ def call_normed(
         "norm_weight": norm_weight,
         "norm_bias": norm_bias,
         "scale": scale,
+        "x_scale": x_scale,
+        "w_scale": w_scale,
     }
     given = {name: tensor for name, tensor in optional.items() if tensor is not None}
     for name, tensor in {"x": x, "w": w, **given}.items():
@@ -300,20 +318,9 @@ def call_normed(
     text = "" if config is None else str(config)
     results = entrance(_NAME)(
         x, w, bias, residual, norm_weight, norm_bias, norm or "rms", float(eps), scale, out_dtype,
-        bool(block_scales), default_name(group), impl, text,
+        bool(block_scales), x_scale, w_scale, default_name(group), impl, text,
     )  # fmt: skip
     return Normed(*results)
-
-
-def refuse_with_norm(operator: str, **options: object) -> None:
-    """Refuse options that a norm does not go with.
-
-    Raises:
-        ArgumentError: One of them is given.
-    """
-    for name, value in options.items():
-        if value is not None:
-            raise ArgumentError(f"{operator}: {name} must not come with a norm; got both.")
 
 
 def refuse_without_norm(operator: str, **options: object) -> None:

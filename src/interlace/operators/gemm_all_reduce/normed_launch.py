@@ -149,6 +149,9 @@ def _launches_of_any_tokens(call: GemmCall) -> list[Launch]:
 def run_pushed(call: GemmCall) -> DeferredCall:
     """Multiply, then exchange rows, sum and normalise in one kernel."""
     require(call.group.backend)
+    given = call
+    if call.operands.x_scale is not None:
+        call = call.with_operands(call.operands.with_contiguous_rows())
     operands = call.operands
     product_shape = [operands.rows, operands.columns]
     launches: list[Launch] = []
@@ -168,9 +171,10 @@ def run_pushed(call: GemmCall) -> DeferredCall:
 
     return DeferredCall(
         (call.operator.name, "pushed", call.mark, *_memory(call)),
-        _new_results(call, (product_shape, operands.x.dtype)),
+        _new_results(call, (product_shape, operands.out_dtype)),
         prepare,
         _results,
+        is_of_operands=call is given,
         again=lambda: _push_again(call, launches[-1]) if launches else None,
     )
 
@@ -193,9 +197,13 @@ def _push_again(call: GemmCall, launch: Launch) -> AgainCall | None:
     from interlace.operators.gemm_all_reduce.kernels.norm import NormInputs, NormOutputs
 
     operands, epilogue, family = call.operands, call.known_epilogue, call.family
-    columns, dtype, ranks = operands.columns, operands.x.dtype, call.group.world_size
+    columns, dtype, ranks = operands.columns, operands.out_dtype, call.group.world_size
     relaunch = launch.again()
-    is_plain = not call.is_batch_invariant and is_pushed(operands.rows, columns, dtype, ranks)
+    is_plain = (
+        not call.is_batch_invariant
+        and operands.x_scale is None
+        and is_pushed(operands.rows, columns, dtype, ranks)
+    )
     if not is_plain or relaunch is None or family is None:
         return None
     eps, out_dtype, device = epilogue.eps, epilogue.out_dtype, operands.x.device
@@ -255,7 +263,8 @@ def run_gemm(call: GemmCall) -> Normed:
     _compile_for_any_tokens(call)
     operands = call.operands
     total = entrance("gemm_all_reduce")(
-        operands.x, operands.w, operands.bias, None, None, operands.out_dtype, call.group_name,
+        operands.x, operands.w, operands.bias, operands.x_scale, operands.w_scale,
+        operands.out_dtype, call.group_name,
         BATCH_INVARIANT if call.is_batch_invariant else "auto", "",
     )  # fmt: skip
     results = empty_results(call)
@@ -283,7 +292,7 @@ def _with_rows_along_k(call: GemmCall) -> GemmCall:
 def _new_results(call: GemmCall, *others: Shaped) -> New:
     """Return what allocates the call's results, and other tensors behind them."""
     operands = call.operands
-    shapes = call.known_epilogue.result_shapes(operands.rows, operands.columns, operands.x.dtype)
+    shapes = call.known_epilogue.result_shapes(operands.rows, operands.columns, operands.out_dtype)
     return New(operands.x.device, (*shapes, *others))
 
 
@@ -384,7 +393,7 @@ def _pushed_slot_bytes(rows: int, columns: int, dtype: torch.dtype, world_size: 
 def pushed_reservation(call: GemmCall) -> Reservation:
     """Return the symmetric memory of ``impl="pushed"``."""
     operands, ranks = call.operands, call.group.world_size
-    slot_bytes = _pushed_slot_bytes(operands.rows, operands.columns, operands.x.dtype, ranks)
+    slot_bytes = _pushed_slot_bytes(operands.rows, operands.columns, operands.out_dtype, ranks)
     return lamport_reservation(call, "pushed", slot_bytes)
 
 

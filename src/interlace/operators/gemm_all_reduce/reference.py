@@ -26,19 +26,15 @@ def gemm_all_reduce(operands: Operands, group: dist.ProcessGroup | None) -> torc
 
 
 def gemm_all_reduce_norm(
-    x: torch.Tensor,
-    w: torch.Tensor,
-    bias: torch.Tensor | None,
-    epilogue: Epilogue,
-    group: dist.ProcessGroup | None,
+    operands: Operands, epilogue: Epilogue, group: dist.ProcessGroup | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute y, the new residual and y's scales; the sum over ranks is rounded to x's dtype."""
-    total = F.linear(x, w)
+    """Compute y, the new residual and y's scales; the sum over ranks has ``out_dtype``."""
+    total = product(dataclasses.replace(operands, bias=None))
     if not is_alone(group):
         dist.all_reduce(total, group=group)
     # Added in float32 and rounded once, as the kernels do.
-    added = [term.float() for term in (bias, epilogue.residual) if term is not None]
-    h = sum(added, start=total.float()).to(x.dtype)
+    added = [term.float() for term in (operands.bias, epilogue.residual) if term is not None]
+    h = sum(added, start=total.float()).to(operands.out_dtype)
     value, vectors = h.float(), (epilogue.norm_weight, epilogue.norm_bias)
     weight, offset = (None if vector is None else vector.float() for vector in vectors)
     if epilogue.norm == "layer":

@@ -16,7 +16,9 @@ takes 0.54 to 0.84 of the time in four products on an H200 (decision 0031).
 """
 
 _MOST_ROWS_WITH_SCALES = 32
-"""The same of float8 rows with a scale for each row or one for all."""
+"""The same of float8 rows with a scale for each row, of which our kernel has not been timed: cuBLAS
+takes 12 us for 1 to 16 rows of 8192 x 3584, and our kernel 8.4 to 8.9 with scales of blocks.
+"""
 
 
 def multiply_into(

@@ -29,6 +29,20 @@ def _all_to_all(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor) -> torch.T
     return _returned(interlace.gemm_all_to_all(_padded(x), w, bias), len(x))
 
 
+def _to_columns(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """This rank's columns of all ranks' rows: a row of the result is one row of each rank."""
+    y = interlace.gemm_all_to_all_columns(x, w, bias)
+    return y.view(dist.get_world_size(), len(x), -1).transpose(0, 1).flatten(1)
+
+
+def gathered_product(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """This rank's rows of the product of all ranks' columns, by one weight on all ranks."""
+    w = w.repeat(1, dist.get_world_size())
+    dist.broadcast(w, 0)
+    shares = [len(part) for part in x.tensor_split(dist.get_world_size())]
+    return interlace.all_to_all_gemm(x, w, bias, splits=shares)
+
+
 def _normed(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     y, residual, _ = torch.ops.interlace.gemm_all_reduce_norm(
         x, w, bias, None, None, None, "rms", 1e-5, None, None, False, None, None, "", "auto", ""
@@ -44,6 +58,7 @@ OPERATORS: dict[str, Run] = {
     "gemv_all_reduce": lambda x, w, bias: interlace.gemv_all_reduce(x, w, bias),
     "gemm_all_reduce": lambda x, w, bias: interlace.gemm_all_reduce(x, w, bias),
     "gemm_all_to_all": _all_to_all,
+    "gemm_all_to_all_columns": _to_columns,
     "gemm_all_reduce_norm": _normed,
 }
 """Calls of x, weight and bias by operator. Operators that share rows out among ranks are not here:

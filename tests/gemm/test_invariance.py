@@ -50,6 +50,7 @@ OPERATORS: dict[str, Run] = {
     "all_gather_gemm": lambda x, w, bias: interlace.all_gather_gemm(
         _share(x), w, bias, splits=[len(part) for part in x.tensor_split(dist.get_world_size())]
     ),
+    "all_to_all_gemm": lambda x, w, bias: _whole(row_calls.gathered_product(x, w, bias)),
 }
 
 
@@ -276,7 +277,9 @@ def test_the_word_counts_without_the_context() -> None:
             assert effective_impl(gemm, "measured") == "measured"
 
 
-@pytest.mark.parametrize("name", ["gemv_all_reduce", "gemm_all_reduce"])
+@pytest.mark.parametrize(
+    "name", ["gemv_all_reduce", "gemm_all_reduce", "gemm_all_to_all_columns", "all_to_all_gemm"]
+)
 def test_what_explain_says(name: str) -> None:
     w = torch.ones(64, 64)
     with interlace.batch_invariant():
@@ -316,9 +319,11 @@ def test_what_is_declared_invariant() -> None:
     }
     assert {name: names for name, names in found.items() if names} == {
         "all_gather_gemm": ["fused", "pushed"],
+        "all_to_all_gemm": ["fused"],
         "gemm_all_reduce": ["fused", "gemv", "pushed"],
         "gemm_all_reduce_norm": ["gemm"],
         "gemm_all_to_all": ["fused", "pushed"],
+        "gemm_all_to_all_columns": ["fused"],
         "gemm_reduce_scatter": ["fused", "pushed"],
         "mixture_of_experts": ["fused", "decode"],
     }

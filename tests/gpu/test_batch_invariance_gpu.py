@@ -46,8 +46,13 @@ def _all_gather(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor) -> torch.T
     return interlace.all_gather_gemm(share, w, bias, splits=[len(part) for part in parts])
 
 
+def _to_rows(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    return _whole(row_calls.gathered_product(x, w, bias), len(x))
+
+
 OPERATORS: dict[str, Run] = {
     **row_calls.OPERATORS,
+    "all_to_all_gemm": _to_rows,
     "gemm_reduce_scatter": _reduce_scatter,
     "all_gather_gemm": _all_gather,
 }

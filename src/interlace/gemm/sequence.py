@@ -20,10 +20,12 @@ from interlace.comm import Group, process_group_named
 from interlace.comm.groups.reservation import Reservation
 from interlace.comm.runtime import ranges
 from interlace.errors import ArgumentError
+from interlace.gemm import invariance
 from interlace.gemm.choice import choose_product
 from interlace.gemm.config import GemmConfig
 from interlace.gemm.operands import Operands
-from interlace.registry import Implementation, Operator
+from interlace.gemm.reservations import Ranks
+from interlace.registry import BATCH_INVARIANT, Implementation, Operator
 from interlace.tuning.choice import Choice
 from interlace.units import ceil_div
 
@@ -118,6 +120,7 @@ class SequenceOperator(Operator):
 
     computation = "gemm"
     sizes = ("rows", "columns", "inner")
+    choosers = ("auto", BATCH_INVARIANT)
 
     def choose(self, **call: Any) -> Choice[Any]:
         """Return what ``impl="auto"`` runs; see :func:`interlace.gemm.choice.choose_product`."""
@@ -166,36 +169,71 @@ class SequenceOperator(Operator):
         columns: ColumnRanges,
         world_size: int,
         nodes: int = 1,
+        *,
+        is_batch_invariant: bool = False,
     ) -> Choice[Any]:
         """Return what ``impl="auto"`` chooses for these operands, within a node or between several.
 
         Args:
             rows: Rows of each rank.
+            is_batch_invariant: Whether a row must have the same bits in every batch, for which only
+                the kernel is known.
         """
+        x = operands.x
+        if is_batch_invariant and not invariance.has_one_arithmetic(x.device, x.dtype):
+            # Tiles may change bits here, so they must not follow the rows.
+            rows = [invariance.REFERENCE_ROWS] * world_size
         # Rows of the whole sequence, so that each rank's share is what tiles are chosen by; and all
         # of K, also where x has only some of its columns.
         sizes = operands.sizes(sum(rows)) | {"inner": operands.w.shape[1]}
         choice = self.choose(**sizes, world_size=world_size, w_along_k=operands.w_along_k)
         choice = dataclasses.replace(choice, config=self.fitted(choice.config, columns))
+        if is_batch_invariant:
+            (kernel,) = invariance.invariant_implementations(self)
+            reason = f"calls must be batch-invariant; {choice.reason}"
+            return dataclasses.replace(choice, impl=kernel.name, times_us={}, reason=reason)
         if nodes == 1:
             return choice
         reason = f"the ranks are on {nodes} nodes, between which no kernel of this operator sends"
         return dataclasses.replace(choice, impl="unfused", times_us={}, reason=reason)
 
-    def described(
+    def sized_call(
+        self, operands: Operands, rows: Sequence[int], columns: Ranges, world_size: int
+    ) -> SequenceCall:
+        """Return a call of these sizes, whose operands may be any rank's, for :meth:`sized`.
+
+        Raises:
+            ArgumentError: The lists do not fit.
+        """
+        self.check(operands, rows, columns, None, world_size)
+        choice = self.choice_of(
+            operands, rows, columns, world_size, is_batch_invariant=invariance.is_enabled()
+        )
+        ranks: Any = Ranks(world_size, operands.x.device, 1)
+        return SequenceCall(operands, tuple(rows), columns, False, ranks, "", choice.config, 0)
+
+    def explain(
         self,
-        call: SequenceCall,
-        nodes: int,
+        *tensors: Any,
+        world_size: int,
+        nodes: int = 1,
         lacking: Mapping[str, str] = MappingProxyType({}),
+        **options: Any,
     ) -> tuple[str, str, str]:
-        """Return a description of a call, what ``impl="auto"`` runs, and the reason."""
-        operands, rows = call.operands, call.rows
+        """Return a description of the call, what ``impl="auto"`` runs, and the reason."""
+        call = self.sized(*tensors, world_size=world_size, **options)
+        operands, rows, columns = call.operands, call.rows, call.columns
         dtype = str(operands.x.dtype).removeprefix("torch.")
         described = (
             f"{self.name} of x {list(operands.x.shape)} and w {list(operands.w.shape)}, {dtype}"
         )
-        choice = self.choice_of(operands, rows, call.columns, len(rows), nodes)
-        if choice.impl in lacking:
+        is_batch_invariant = invariance.is_enabled()
+        choice = self.choice_of(
+            operands, rows, columns, world_size, nodes, is_batch_invariant=is_batch_invariant
+        )
+        if is_batch_invariant:
+            self.require_nodes(choice.impl, nodes, is_invariant=True)
+        elif choice.impl in lacking:
             return described, "unfused", f"{choice.impl} needs {lacking[choice.impl]}"
         chosen = choice.impl
         if chosen == self.implementations[0].name:
@@ -223,7 +261,8 @@ def run(
         config: The text of a configuration; empty for the one that is chosen.
 
     Raises:
-        ArgumentError: The lists do not fit, or ``impl`` cannot run such a call.
+        ArgumentError: The lists do not fit, or ``impl`` cannot run such a call, or not with the
+            same bits in every batch where those are asked for.
         RankMismatchError: Ranks differ in what must be the same; raised on every rank.
         GroupError: The group is broken.
     """
@@ -231,6 +270,7 @@ def run(
     def decide() -> tuple[int, Choice[Any]]:
         return _decide(operator, operands, rows, columns, group, impl, config)
 
+    impl = invariance.effective_impl(operator, impl)
     key = operator.name, operands.signature(), rows, columns, impl, config
     mark, choice = group.once(key, decide)
     call = SequenceCall(operands, rows, columns, gather, group, group_name, choice.config, mark)
@@ -256,6 +296,7 @@ def _decide(
         The mark of such calls, and the choice.
     """
     rank, world_size, nodes = group.rank, group.world_size, group.nodes
+    is_batch_invariant = invariance.is_invariant(impl)
     agreed = {
         **operator.excess(operands, rows, columns, rank),
         "the_rows_of_each_rank": rows,
@@ -266,14 +307,17 @@ def _decide(
     }
 
     def choose() -> list[Any]:
-        return operator.choice_of(operands, rows, columns, world_size, nodes).packed()
+        return operator.choice_of(
+            operands, rows, columns, world_size, nodes, is_batch_invariant=is_batch_invariant
+        ).packed()
 
     # Ranks compare everything before the first of them goes on: a refusal below is every rank's.
     mark, chosen = group.agreement.agree(operator.name, agreed, choose)
     operator.check(operands, rows, columns, rank, world_size)
     operands.require_supported(operator.name, takes_float8=False)
-    operator.require_nodes(impl, nodes)
     choice = Choice.unpacked(operator, chosen)
+    needed = choice.impl if is_batch_invariant else impl
+    operator.require_nodes(needed, nodes, is_invariant=is_batch_invariant)
     return mark, choice.with_text(operator, config) if config else choice
 
 
@@ -285,6 +329,8 @@ def _implementation(
     """
     if not (sum(call.rows) and call.operands.columns and sum(call.column_counts)):
         return operator.implementation("unfused")
+    if invariance.is_invariant(impl):
+        return operator.implementation(choice.impl)
     if impl not in operator.choosers:
         return operator.implementation(impl)
     chosen = operator.implementation(choice.impl)

@@ -60,8 +60,9 @@ class UlyssesAttention(GroupMember, nn.Module):
         qkv, out: The two ``nn.Linear``, whose parameters they hold: queries of all heads, then
             keys, then values. They are not called.
         heads, kv_heads, head_dim, is_causal: The arguments.
-        impl: ``"auto"`` (default), ``"fused"`` or ``"unfused"``; may be set at any time, on all
-            ranks alike.
+        impl: ``"auto"`` (default), ``"fused"``, ``"unfused"`` or ``"batch_invariant"``, which says
+            nothing of the attention between the products; may be set at any time, on all ranks
+            alike.
 
     Raises:
         ArgumentError: The heads cannot be shared out over the ranks; in forward: x is not ``[S_s,

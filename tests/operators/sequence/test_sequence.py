@@ -16,13 +16,14 @@ from hypothesis import strategies as st
 import interlace
 from interlace import ArgumentError
 from interlace.costs import find_cost
-from interlace.gemm import launch
-from interlace.gemm.sequence import flat_ranges, ranges_of
+from interlace.gemm import invariance, launch
+from interlace.gemm.sequence import SequenceOperator, flat_ranges, ranges_of
 from interlace.operators.all_to_all_gemm import AllToAllGemm
 from interlace.operators.gemm_all_to_all_columns import GemmAllToAllColumns
 from interlace.operators.gemm_all_to_all_columns import fused as columns_fused
 from interlace.operators.gemm_all_to_all_columns.layout import columns_of_tiles
 from interlace.testing.cases.sequence import TO_COLUMNS, TO_ROWS, SequenceCase
+from interlace.tuning.choice import Choice
 from interlace.tuning.gpu import Gpu
 from tests.errors import error_of
 from tests.operators.traffic import changing_shapes, with_traffic
@@ -229,6 +230,78 @@ def test_ranks_take_turns_and_tiles_fit() -> None:
     assert fitted(config, ranges).block_n == 256
     assert fitted(config, interlace.qkv_column_ranges(32, 4, 128, 4)).block_n == 128
     assert fitted(config, interlace.qkv_column_ranges(32, 4, 40, 4)).block_n == 256
+
+
+# Batch invariance
+
+
+def _batches_that_differ(operator: str) -> list[list[str]]:
+    """Without the mode and in it, the batches in which a row has other bits than among all, where
+    tables have another step along K for fewer rows.
+    """
+    free_choice, ranks, most = SequenceOperator.choose, dist.get_world_size(), 96
+
+    def choose(declaration: SequenceOperator, *, rows: int, **call: Any) -> Choice[Any]:
+        choice = free_choice(declaration, rows=rows, **call)
+        block_k = 16 if rows < 100 else 64
+        config = dataclasses.replace(choice.config, block_k=block_k)
+        # In the mode the kernel runs although the pair would be chosen, as on GPUs without tables.
+        impl = "unfused" if invariance.is_enabled() else choice.impl
+        return dataclasses.replace(choice, config=config, impl=impl)
+
+    case = SequenceCase(operator, "auto", "float32", False, most, 16, 80, True)
+    tensors, options = case.tensors(dist.get_rank(), ranks, 0), case.column_options(ranks)
+    # Sums of these depend on their order.
+    torch.manual_seed(0)
+    tensors = {name: torch.randn_like(each) for name, each in tensors.items()}
+    x = tensors.pop("x")
+    call = functools.partial(getattr(interlace, operator), **tensors, **options)
+
+    def run(rows: int) -> torch.Tensor:
+        # The first rows of each rank's part, which stay on their rank.
+        parts = x.view(-1, most, x.shape[1])
+        y: torch.Tensor = call(parts[:, :rows].reshape(-1, x.shape[1]))
+        return y.view(-1, rows, y.shape[1])
+
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SequenceOperator, "choose", choose)
+        for enabled in (False, True):
+            with interlace.batch_invariant(enabled):
+                whole = run(most)
+                found.append(
+                    [f"{rows} rows" for rows in (1, 7, 40) if not run(rows).equal(whole[:, :rows])]
+                )
+    interlace.group_of().release()
+    return found
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_rows_have_the_same_bits_in_every_batch(ranks: Any, operator: str) -> None:
+    for free, invariant in ranks(2).run(_batches_that_differ, operator):
+        assert free
+        assert invariant == []
+
+
+def _named_in_the_mode(operator: str) -> list[Any]:
+    case = SequenceCase(operator, "auto", "float32", False, 8, 16, 80, True)
+    tensors, options = case.tensors(dist.get_rank(), 2, 0), case.column_options(2)
+    call = functools.partial(getattr(interlace, operator), **tensors, **options)
+    with interlace.batch_invariant():
+        results = [call(impl=impl) for impl in ("auto", "fused", "batch_invariant")]
+        refused = error_of(call, impl="unfused")
+    results.append(call(impl="batch_invariant"))
+    return [all(each.equal(results[0]) for each in results), refused]
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_what_runs_with_the_same_bits(ranks: Any, operator: str) -> None:
+    for are_same, (kind, message, _) in ranks(2).run(_named_in_the_mode, operator):
+        assert are_same
+        assert kind == "ArgumentError"
+        assert message.startswith(f"{operator}: impl must be 'auto' or 'fused' within")
+    with interlace.batch_invariant(), pytest.raises(ArgumentError, match="ranks that share memory"):
+        AllToAllGemm().explain(torch.ones(4, 8), torch.ones(16, 16), world_size=2, nodes=2)
 
 
 # Traffic and faults
@@ -447,7 +520,7 @@ REFUSED: list[tuple[str, list[dict[str, Any]], str]] = [
     (TO_COLUMNS, [{"dtype": torch.float8_e4m3fn}] * 2,
         "x must be float16, bfloat16 or float32; got torch.float8_e4m3fn."),
     (TO_COLUMNS, [{"impl": "chunked"}] * 2,
-        "impl must be one of auto, fused, unfused; got 'chunked'."),
+        "impl must be one of auto, batch_invariant, fused, unfused; got 'chunked'."),
     (TO_COLUMNS, [{"impl": "unfused"}, {}], f"impl {MISMATCH}"),
     (TO_ROWS, [{"x": (3, 3)}] * 2,
         "rows of x must divide evenly over 2 ranks unless splits are given; got 3."),

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 from typing import Any, Literal, overload
 
 import torch
@@ -26,7 +25,6 @@ from interlace.gemm.operands import (
     require_kind,
     require_tensors,
 )
-from interlace.gemm.reservations import Ranks
 from interlace.gemm.sequence import (
     Ranges,
     SequenceCall,
@@ -59,6 +57,7 @@ class AllToAllGemm(SequenceOperator):
             fused.run,
             schedule="tiled",
             reservation=fused.reservation,
+            is_batch_invariant=True,
         ),
         Implementation(
             "unfused",
@@ -131,22 +130,7 @@ class AllToAllGemm(SequenceOperator):
         _validate(x, w, bias, column_splits, splits)
         operands = Operands(x, w, bias, None, None, x.dtype)
         rows, columns = _rows(x, splits, world_size), _columns(x, column_splits, world_size)
-        self.check(operands, rows, columns, None, world_size)
-        ranks: Any = Ranks(world_size, x.device, 1)
-        config = self.choice_of(operands, rows, columns, world_size).config
-        return SequenceCall(operands, rows, columns, False, ranks, "", config, 0)
-
-    def explain(
-        self,
-        *arguments: Any,
-        world_size: int,
-        nodes: int = 1,
-        lacking: Mapping[str, str] = MappingProxyType({}),
-        **options: Any,
-    ) -> tuple[str, str, str]:
-        """Return a description of the call, what ``impl="auto"`` runs, and the reason."""
-        sized = self.sized(*arguments, world_size=world_size, **options)
-        return self.described(sized, nodes, lacking)
+        return self.sized_call(operands, rows, columns, world_size)
 
 
 _DECLARATION = AllToAllGemm()
@@ -256,6 +240,8 @@ def all_to_all_gemm(
         impl: ``"fused"``; ``"unfused"`` or ``"nccl"``: ``all_to_all_single``, a permute of the
             columns, and ``F.linear``; or ``"auto"``: what a tuned table has near these
             sizes; without, ``"unfused"`` on GPUs, as no times are known there yet.
+            ``"batch_invariant"`` gives a row the same bits in every batch
+            (:func:`interlace.batch_invariant`).
         config: The fused kernel's configuration, the same on every rank; default: the tuned
             table's, or the largest tiles that fit.
 

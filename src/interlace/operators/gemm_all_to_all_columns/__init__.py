@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,7 +23,6 @@ from interlace.errors import ArgumentError
 from interlace.gemm.config import GemmConfig
 from interlace.gemm.dispatch import group_for
 from interlace.gemm.operands import Operands, validate
-from interlace.gemm.reservations import Ranks
 from interlace.gemm.sequence import (
     ColumnRanges,
     Ranges,
@@ -69,6 +67,7 @@ class GemmAllToAllColumns(SequenceOperator):
             fused.run,
             schedule="tiled",
             reservation=fused.reservation,
+            is_batch_invariant=True,
         ),
         Implementation(
             "unfused",
@@ -134,22 +133,7 @@ class GemmAllToAllColumns(SequenceOperator):
         validate_list(self.name, "splits", splits)
         operands = Operands(x, w, bias, None, None, x.dtype)
         rows = _rows(x, splits, world_size)
-        self.check(operands, rows, columns, None, world_size)
-        ranks: Any = Ranks(world_size, x.device, 1)
-        config = self.choice_of(operands, rows, columns, world_size).config
-        return SequenceCall(operands, rows, columns, False, ranks, "", config, 0)
-
-    def explain(
-        self,
-        *arguments: Any,
-        world_size: int,
-        nodes: int = 1,
-        lacking: Mapping[str, str] = MappingProxyType({}),
-        **options: Any,
-    ) -> tuple[str, str, str]:
-        """Return a description of the call, what ``impl="auto"`` runs, and the reason."""
-        sized = self.sized(*arguments, world_size=world_size, **options)
-        return self.described(sized, nodes, lacking)
+        return self.sized_call(operands, rows, columns, world_size)
 
 
 _DECLARATION = GemmAllToAllColumns()
@@ -208,6 +192,8 @@ def gemm_all_to_all_columns(
         impl: ``"fused"``; ``"unfused"`` or ``"nccl"``: ``F.linear``, a permute of its columns, and
             ``all_to_all_single``; or ``"auto"``: what a tuned table has near these
             sizes; without, ``"unfused"`` on GPUs, as no times are known there yet.
+            ``"batch_invariant"`` gives a row the same bits in every batch
+            (:func:`interlace.batch_invariant`).
         config: The fused kernel's configuration, the same on every rank; default: the tuned
             table's, or the largest tiles that fit.
 

@@ -179,7 +179,10 @@ class Operator(abc.ABC):
         sized = self.sized(*arguments, world_size=world_size, **options)
         if sized is None:
             return {}
-        return {each.name: each.reservation(sized) for each in self.implementations}
+        return {
+            implementation.name: implementation.reservation(sized)
+            for implementation in self.implementations
+        }
 
     def sized(self, *arguments: Any, world_size: int, **options: Any) -> Any:
         """Return the sizes of a call on one node for ``Implementation.reservation``, once its
@@ -208,7 +211,10 @@ class Operator(abc.ABC):
     @property
     def config_types(self) -> tuple[type, ...]:
         """Return the types of configurations that a call may have."""
-        own = (self.config_type, *(each.config_type for each in self.implementations))
+        own = (
+            self.config_type,
+            *(implementation.config_type for implementation in self.implementations),
+        )
         return tuple(kind for kind in own if kind is not None)
 
     @property
@@ -246,7 +252,9 @@ class Operator(abc.ABC):
         A pair that declares a time of the host has nothing over others: an eager program pays for
         that time.
         """
-        busy = {each.name for each in self.implementations if each.host_us}
+        busy = {
+            implementation.name for implementation in self.implementations if implementation.host_us
+        }
         return self.pairs_among(names) - busy
 
     def eager_us(self, times_us: Mapping[str, float]) -> dict[str, float]:
@@ -255,7 +263,9 @@ class Operator(abc.ABC):
         Args:
             times_us: Microseconds on the GPU, by implementation.
         """
-        host_us = {each.name: each.host_us for each in self.implementations}
+        host_us = {
+            implementation.name: implementation.host_us for implementation in self.implementations
+        }
         return {name: max(us, host_us.get(name, 0.0)) for name, us in times_us.items()}
 
     def refusal(self, name: str, terms: Any) -> str | None:
@@ -280,9 +290,10 @@ class Operator(abc.ABC):
             nodes: Number of nodes that the ranks are on.
         """
         able = [
-            each.name
-            for each in self.implementations
-            if (nodes == 1 or each.spans_nodes) and self.refusal(each.name, terms) is None
+            implementation.name
+            for implementation in self.implementations
+            if (nodes == 1 or implementation.spans_nodes)
+            and self.refusal(implementation.name, terms) is None
         ]
         named = [self.choosers[0], *able[:1], *(name for name in able[1:] if name == "unfused")]
         return f"Take impl={_or([repr(name) for name in named])}."
@@ -305,10 +316,14 @@ class Operator(abc.ABC):
             return
         if is_invariant:
             advice = "Call it outside of interlace.batch_invariant()."
-            others = [each for each in self.implementations if each.is_batch_invariant]
-            able = [each.name for each in others if each.spans_nodes]
+            others = [
+                implementation
+                for implementation in self.implementations
+                if implementation.is_batch_invariant
+            ]
+            able = [implementation.name for implementation in others if implementation.spans_nodes]
             if able:
-                advice = f"Take impl={_or([repr(each) for each in able])}."
+                advice = f"Take impl={_or([repr(name) for name in able])}."
         else:
             advice = self.advice(terms, nodes)
         raise ArgumentError(
@@ -375,7 +390,10 @@ def find_operator(name: str) -> Operator | None:
     known = operators()
     if name in known:
         return known[name]
-    return next((each for each in known.values() if name == each.vector_name != ""), None)
+    return next(
+        (declaration for declaration in known.values() if name == declaration.vector_name != ""),
+        None,
+    )
 
 
 def operator_named(name: str) -> Operator:

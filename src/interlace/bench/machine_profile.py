@@ -124,7 +124,9 @@ def points_of(
                     w_along_k=w_along_k,
                 )
                 implementations = tuple(
-                    each for each in implementations if each.is_predictable(terms)
+                    implementation
+                    for implementation in implementations
+                    if implementation.is_predictable(terms)
                 )
             if call is None:
                 continue
@@ -228,7 +230,7 @@ def corrections_of(
     corrections = {}
     for operator in sorted({operator for operator, _ in grouped}):
         by_implementation = {
-            name: ratios for (each, name), ratios in grouped.items() if each == operator
+            name: ratios for (measured, name), ratios in grouped.items() if measured == operator
         }
         calls = sorted(
             {call for ratios in by_implementation.values() for call in ratios},

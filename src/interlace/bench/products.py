@@ -245,7 +245,10 @@ class TimedProduct(Benchmark[Any]):
 
     def refusals(self) -> dict[str, str | None]:
         """Return what the case's calls lack for each implementation; None if they lack nothing."""
-        return {each.name: each.refusal(self.terms) for each in self.operator.implementations}
+        return {
+            implementation.name: implementation.refusal(self.terms)
+            for implementation in self.operator.implementations
+        }
 
     def implementations(self, config: GemmConfig) -> list[Way]:
         """Return the implementations that can run, the stock pairs last."""

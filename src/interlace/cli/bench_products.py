@@ -39,7 +39,7 @@ def add_commands(operator: Operator, bench_app: typer.Typer, tune_app: typer.Typ
 
     def parse(shapes: Sequence[str] | None, dtype: str) -> list[tuple[Any, ...]]:
         bench.require_dtype(dtype, DTYPES)
-        return [(operator.name, *bench.parse_product(each)) for each in shapes or SHAPES]
+        return [(operator.name, *bench.parse_product(shape)) for shape in shapes or SHAPES]
 
     @bench_app.command(
         operator.name,

@@ -67,7 +67,7 @@ def memory_of(
         [_reservation(client, product, step, ranks, device, dtype) for product in products]
         for step in steps
     ]
-    all_calls = [each for of_step in calls for each in of_step]
+    all_calls = [call for of_step in calls for call in of_step]
     return Memory(_nbytes(calls[0], is_first=True), _nbytes(all_calls, is_first=False))
 
 
@@ -105,8 +105,11 @@ def _nbytes(reservations: list[Reservation], *, is_first: bool) -> int:
         for size in each.workspaces:
             nbytes = size.rounded().nbytes(GPU_GRANULARITY)
             by_name[size.name] = max(nbytes, by_name.get(size.name, 0))
-    buffer = max(each.output_bytes for each in reservations)
-    mapped = sorted({each.mapped for each in reservations if each.mapped}, key=_mapped_bytes)
+    buffer = max(reservation.output_bytes for reservation in reservations)
+    mapped = sorted(
+        {reservation.mapped for reservation in reservations if reservation.mapped},
+        key=_mapped_bytes,
+    )
     total = sum(by_name.values()) + Reservation(output_bytes=buffer).nbytes(GPU_GRANULARITY)
     if is_first:
         return total + sum(map(_mapped_bytes, mapped))

@@ -90,9 +90,9 @@ def run_explain(
             measured = dataclasses.replace(profile, network=rates)
             times = predicted_times(measured, declaration.name, nodes, call)
             assert times is not None
-            times_us = {each: times.predictions[each].us for each in times.order(declaration)}
+            times_us = {name: times.predictions[name].us for name in times.order(declaration)}
             impl = next(iter(times_us))
-            column, words = "slices", {each: times.predictions[each].cut for each in times_us}
+            column, words = "slices", {name: times.predictions[name].cut for name in times_us}
         alone = {"product": profile.library_product_us(call), **alone}
         console.print(_table(declaration, times_us, column, words, alone))
         if not times_us:
@@ -105,7 +105,7 @@ def run_explain(
         sized = {"rows": rows, "columns": columns, "inner": inner}
         calls.append({**sized, "impl": impl, "times_us": times_us})
         console.print()
-    names = list(dict.fromkeys(each for call in calls for each in call["times_us"]))
+    names = list(dict.fromkeys(name for call in calls for name in call["times_us"]))
     if names:
         console.print(
             f"In the order in which impl='auto' takes them: ours goes before PyTorch's if it is "
@@ -118,7 +118,7 @@ def run_explain(
         )
         # Between nodes, implementations of the same names exchange in other ways.
         if nodes == 1:
-            print_legend(console, [(declaration, each) for each in names])
+            print_legend(console, [(declaration, name) for name in names])
     outputs.write_json(
         lambda: {
             "operator": declaration.name, "gpu": name, "world_size": world_size, "dtype": dtype,
@@ -140,7 +140,7 @@ def print_legend(console: Console, implementations: Iterable[tuple[Operator, str
         known = lines.setdefault((name, declaration.implementation(name).summary), [])
         if declaration.name not in known:
             known.append(declaration.name)
-    of_several = len({each for known in lines.values() for each in known}) > 1
+    of_several = len({name for known in lines.values() for name in known}) > 1
     for (name, summary), known in lines.items():
         where = f" ({', '.join(known)})" if of_several else ""
         console.print(f"{name}{where}: {summary}.", style="dim")
@@ -154,9 +154,9 @@ def _memory(
         declaration, call.rows, call.columns, call.inner, dtype, call.world_size, choice
     )
     counts = {
-        name: each.nbytes(GPU_GRANULARITY)
-        for name, each in reservations.items()
-        if each is not None
+        name: reservation.nbytes(GPU_GRANULARITY)
+        for name, reservation in reservations.items()
+        if reservation is not None
     }
     return {name: format_memory(count) if count else "none" for name, count in counts.items()}
 

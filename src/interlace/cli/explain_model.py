@@ -89,12 +89,12 @@ class StepTime:
     @property
     def layer_us(self) -> tuple[float, float]:
         """Return the microseconds of a layer's calls, without Interlace and with it."""
-        return sum(each.without_us for each in self.calls), sum(each.auto_us for each in self.calls)
+        return sum(call.without_us for call in self.calls), sum(call.auto_us for call in self.calls)
 
     @property
     def share(self) -> float:
         """Return the fraction of the time without Interlace that calls with a collective take."""
-        of_operators = sum(each.without_us for each in self.calls if each.operator)
+        of_operators = sum(call.without_us for call in self.calls if call.operator)
         return of_operators / self.layer_us[0]
 
 
@@ -130,12 +130,12 @@ def run_explain_model(
     if isinstance(found, EmbeddingModel):
         if sequence_parallel:
             raise ArgumentError("--sequence-parallel must be of a transformer; got tables.")
-        steps = [_embedding_step(found, device, each, world_size, kind) for each in numbers]
+        steps = [_embedding_step(found, device, number, world_size, kind) for number in numbers]
         left_out = "the MLPs, the interaction, the exchange of indices"
     else:
         steps = [
-            _transformer_step(found, device, each, world_size, kind, sequence_parallel)
-            for each in numbers
+            _transformer_step(found, device, number, world_size, kind, sequence_parallel)
+            for number in numbers
         ]
         left_out = _left_out(found, max(numbers), sequence_parallel)
     console = make_console()
@@ -150,15 +150,15 @@ def run_explain_model(
     ]
     for note in notes:
         console.print(note, style="dim")
-    calls = [each for step in steps for each in step.calls if each.operator]
-    print_legend(console, [(operator_named(each.operator), each.impl) for each in calls])
+    calls = [call for step in steps for call in step.calls if call.operator]
+    print_legend(console, [(operator_named(call.operator), call.impl) for call in calls])
     outputs.write_json(
         lambda: {
             "model": dataclasses.asdict(found), "gpu": device.name, "world_size": world_size,
             "dtype": dtype, "sequence_parallel": sequence_parallel, "notes": notes,
             "steps": [
-                dataclasses.asdict(each) | {"layer_us": each.layer_us, "share": each.share}
-                for each in steps
+                dataclasses.asdict(step) | {"layer_us": step.layer_us, "share": step.share}
+                for step in steps
             ],
         }
     )  # fmt: skip
@@ -208,11 +208,11 @@ def _left_out(model: Model, most_tokens: int, sequence_parallel: bool) -> str:
 
 def _notes(steps: Sequence[StepTime]) -> list[str]:
     """Return sentences on how the times of the calls of these steps are to be read."""
-    calls = [each for step in steps for each in step.calls]
-    operators = {each.operator for each in calls}
+    calls = [call for step in steps for call in step.calls]
+    operators = {call.operator for call in calls}
     sentences = [
         (
-            any(each.basis == "measured" for each in calls),
+            any(call.basis == "measured" for call in calls),
             "measured: such a call was, on this GPU, and took about as long.",
         ),
         (
@@ -227,7 +227,7 @@ def _notes(steps: Sequence[StepTime]) -> list[str]:
             "the tokens, one at least, and all experts are equally likely.",
         ),
         (
-            any(each.pair_us is None for each in calls),
+            any(call.pair_us is None for call in calls),
             "unknown: counted as if PyTorch took as long as Interlace.",
         ),
         (
@@ -259,13 +259,13 @@ def _transformer_step(
         first, last = "all_gather_gemm", "gemm_reduce_scatter"
     calls = [
         _product_time(
-            each.part,
-            last if each.is_summed else first,
-            SizedCall.of_dtype(name, tokens, each.columns, each.inner, ranks),
+            product.part,
+            last if product.is_summed else first,
+            SizedCall.of_dtype(name, tokens, product.columns, product.inner, ranks),
             gpu,
             dtype,
         )
-        for each in model.layer_products(ranks)
+        for product in model.layer_products(ranks)
     ]
     if model.experts:
         calls.append(_experts_time(model, gpu, ceil_div(tokens, ranks), ranks, dtype))
@@ -300,8 +300,8 @@ def _pair_us(operator: str, call: SizedCall, gpu: Gpu, dtype: torch.dtype) -> fl
         two = dataclasses.replace(call, world_size=_NORM_RANKS)
         known = gpu_named(_NORM_GPU) if profile_of(gpu.name, gpu.processors).is_guess else gpu
         normed, summed = (
-            times_on(known, product_operator(each), two, dtype)["unfused"]
-            for each in (_NORMED, _SUM)
+            times_on(known, product_operator(name), two, dtype)["unfused"]
+            for name in (_NORMED, _SUM)
         )
         return _pair_us(_SUM, call, gpu, dtype) + max(normed - summed, 0.0)
     declaration = product_operator(operator)
@@ -323,7 +323,7 @@ def _experts_time(model: Model, gpu: Gpu, tokens: int, ranks: int, dtype: torch.
     times_us = predicted_times(profile, terms)
     choice = fastest(name, profile, times_us, lambda impl: untuned_config(impl, terms.call))
     pair_us = min(
-        (times_us[each] for each in operator_named(name).pairs_among(times_us)), default=None
+        (times_us[pair] for pair in operator_named(name).pairs_among(times_us)), default=None
     )
     text = f"{format_count(tokens, 'token')}, {model.top_k} of {model.experts}, "
     text += f"{model.hidden}x{model.intermediate}"

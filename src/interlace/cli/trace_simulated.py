@@ -135,8 +135,13 @@ def _as_trace(call: simulated.SimulatedCall, processors: int) -> Trace:
     ]
     others = [
         [
-            Activity(each.name, each.stream, float(each.start_ns - first_ns), each.duration_ns)
-            for each in of_rank
+            Activity(
+                activity.name,
+                activity.stream,
+                float(activity.start_ns - first_ns),
+                activity.duration_ns,
+            )
+            for activity in of_rank
         ]
         for of_rank in call.activities
     ]

@@ -217,7 +217,9 @@ def choose(
         # The sizes are those that `interlace explain` takes for the times on a GPU.
         return f"{choice.reason}: {rows}x{product.columns}x{product.inner} -n {ranks}"
     if unmet:
-        refusals = (f"impl={each!r}, which must have {lacks}" for each, lacks in unmet.items())
+        refusals = (
+            f"impl={refused!r}, which must have {lacks}" for refused, lacks in unmet.items()
+        )
         raise LeftAlone(f"{operator.name} would be faster by {' or '.join(refusals)}")
     result = f" with a result of {out_dtype}, to which the product is cast" if converts else ""
     raise LeftAlone(f"{operator.name} is not faster{result}: {choice.reason}")

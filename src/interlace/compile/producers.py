@@ -35,8 +35,8 @@ _SCALED = (aten._scaled_mm.default, aten._scaled_mm_v2.default)
 """Products of float8, whose x is ``self`` and whose w is ``mat2``, transposed."""
 
 _RECIPES = tuple(
-    each.value
-    for each in (
+    scaling.value
+    for scaling in (
         ScalingType.TensorWise,
         ScalingType.RowWise,
         ScalingType.BlockWise1x128,
@@ -188,7 +188,7 @@ def _scaled_product(node: Node) -> Product | None:
         recipes = [given["recipe_a"], given["recipe_b"]]
         # Several scales, or another order of them, are of formats with fewer bits.
         has_more = given["swizzle_a"] or given["swizzle_b"] or given.get("contraction_dim")
-        if has_more or any(len(each) != 1 or each[0] not in _RECIPES for each in recipes):
+        if has_more or any(len(recipe) != 1 or recipe[0] not in _RECIPES for recipe in recipes):
             return None
         scales = [scale for (scale,) in scales]
     elif given.get("scale_result") is not None:

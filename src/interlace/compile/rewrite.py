@@ -124,8 +124,8 @@ def replace_copies(graph: Graph) -> None:
 
 
 def _has_layout_of(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    kinds = [(each.dtype, each.device) for each in (tensor, other)]
-    layouts = [(*each.shape, *each.stride()) for each in (tensor, other)]
+    kinds = [(operand.dtype, operand.device) for operand in (tensor, other)]
+    layouts = [(*operand.shape, *operand.stride()) for operand in (tensor, other)]
     return kinds[0] == kinds[1] and are_equal(*layouts)
 
 

@@ -90,9 +90,9 @@ def _joins(group: list[Product], product: Product) -> bool:
     Returns:
         Whether it could be moved; if not, nothing was changed.
     """
-    first, members = group[0].node, [each.node for each in group]
+    first, members = group[0].node, [sibling.node for sibling in group]
     # A copy of the input holds what the input was when it was copied.
-    are_one = len({each.x for each in (*group, product)}) == 1
+    are_one = len({sibling.x for sibling in (*group, product)}) == 1
     operands = [product.w] if product.bias is None else [product.w, product.bias]
     try:
         require_unchanged(first if are_one else min(first, _source(product.x)), product.node)

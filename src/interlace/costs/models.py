@@ -126,8 +126,10 @@ def models() -> list[Model]:
 
 def explained_models() -> dict[str, Model | EmbeddingModel]:
     """Return the models whose calls follow from their sizes, by name."""
-    known: dict[str, Model | EmbeddingModel] = {each.name: each for each in models() if each.layers}
-    return known | {each.name: each for each in EMBEDDING_MODELS}
+    known: dict[str, Model | EmbeddingModel] = {
+        model.name: model for model in models() if model.layers
+    }
+    return known | {model.name: model for model in EMBEDDING_MODELS}
 
 
 def find_model(text: str) -> Model | EmbeddingModel:

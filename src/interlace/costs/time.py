@@ -233,7 +233,7 @@ def place_of(size: Sequence[int]) -> tuple[float, ...]:
     distance of 1, and doubling the ranks, which come last, of 2. A size of 0 counts as 1.
     """
     *sizes, world_size = size
-    return (*(math.log2(max(each, 1)) for each in sizes), 2 * math.log2(world_size))
+    return (*(math.log2(max(size, 1)) for size in sizes), 2 * math.log2(world_size))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -396,7 +396,7 @@ class MachineProfile:
     @property
     def measured_ranks(self) -> list[int]:
         """The numbers of ranks with which calls of operators were measured on the GPU."""
-        known = (call for each in self.corrections.values() for call in each.calls)
+        known = (call for correction in self.corrections.values() for call in correction.calls)
         return sorted({ranks for *_, ranks in known})
 
     def basis(self, operator: str, implementation: str, call: TimedCall) -> str:

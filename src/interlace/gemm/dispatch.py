@@ -283,7 +283,9 @@ def _run_if_memory(implementation: Implementation, call: GemmCall, decision: Dec
     try:
         return _run_or_give_up(implementation, call, decision)
     except WorkspaceError:
-        others = tuple(each for each in decision.implementations if each is not implementation)
+        others = tuple(
+            candidate for candidate in decision.implementations if candidate is not implementation
+        )
         may_fall_back = others and not call.is_explicit and not call.group.broken
         if not may_fall_back or call.group.capture_id() is not None:
             raise
@@ -598,7 +600,7 @@ def resolve(
     """
     if impl in operator.choosers:
         candidates = map(operator.implementation, choice.candidates)
-        return tuple(each for each in candidates if each.refusal(terms) is None)
+        return tuple(candidate for candidate in candidates if candidate.refusal(terms) is None)
     implementation = operator.implementation(impl)
     refusal = implementation.refusal(terms)
     if refusal is None:

@@ -283,7 +283,11 @@ def invariant_implementation(
         )
     if named:
         return operator.implementation(named)
-    able = {each.name: each for each in (first, *others) if each.refusal(terms) is None}
+    able = {
+        implementation.name: implementation
+        for implementation in (first, *others)
+        if implementation.refusal(terms) is None
+    }
     return next((able[name] for name in choice.candidates if name in able), first)
 
 

@@ -164,7 +164,7 @@ def validate(
     in_blocks = x.dtype == FLOAT8 and has_block_scales(
         x,
         w,
-        *(each if isinstance(each, torch.Tensor) else None for each in (x_scale, w_scale)),
+        *(scale if isinstance(scale, torch.Tensor) else None for scale in (x_scale, w_scale)),
     )
     of_x, of_w = map(list, block_scale_shapes(x, w))
     of_blocks = "" if in_blocks else f"x_scale {of_x} and w_scale {of_w}"
@@ -366,7 +366,7 @@ class Operands:
         parts, scale = self.x.split(counts), self.x_scale
         if scale is None or scale.numel() == 1:
             return [RowPart(part, scale) for part in parts]
-        return [RowPart(*each) for each in zip(parts, scale.split(counts), strict=True)]
+        return [RowPart(*part) for part in zip(parts, scale.split(counts), strict=True)]
 
     def weight(self) -> Weight:
         """Return the weight as the library multiplies by it."""

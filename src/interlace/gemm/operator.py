@@ -49,8 +49,15 @@ def product_operator(name: str) -> GemmOperator:
     declaration = find_operator(name)
     if isinstance(declaration, GemmOperator):
         return declaration
-    products = [each for each in operators().values() if isinstance(each, GemmOperator)]
-    known = sorted({*(each.name for each in products), *(each.vector_name for each in products)})
+    products = [
+        declaration for declaration in operators().values() if isinstance(declaration, GemmOperator)
+    ]
+    known = sorted(
+        {
+            *(declaration.name for declaration in products),
+            *(declaration.vector_name for declaration in products),
+        }
+    )
     raise ArgumentError(
         f"operator must be one around one product, such as {', '.join(filter(None, known))}; got "
         f"{name!r}.{did_you_mean(name, known)}"
@@ -100,7 +107,7 @@ class GemmOperator(Operator):
     @functools.cached_property
     def reads_in_place(self) -> bool:
         """Whether an implementation lets peers read rows of x where they lie."""
-        return any(each.reads_in_place for each in self.implementations)
+        return any(implementation.reads_in_place for implementation in self.implementations)
 
     def place_of(self, x: torch.Tensor, group: Group) -> SymmetricPlace | None:
         """Return where x lies in a symmetric tensor of the group, if peers read its rows there.
@@ -263,7 +270,9 @@ class GemmOperator(Operator):
         if nodes == 1:
             measured_us = self._measured_us(operands, world_size, lists, choice.times_us)
         if measured_us:
-            times = ", ".join(f"{each} {us:.0f} us" for each, us in measured_us.items())
+            times = ", ".join(
+                f"{implementation} {us:.0f} us" for implementation, us in measured_us.items()
+            )
             reason = (
                 f"{reason}; measured here by interlace.autotune, and so within it or with "
                 f"impl='measured' {next(iter(measured_us))}: {times}"

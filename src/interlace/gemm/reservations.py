@@ -56,7 +56,10 @@ def by_implementation(
         operator, operands, rows, False, group, "", choice.config, choice.configs, 0, False,
         invariance.is_enabled(),
     )  # fmt: skip
-    return {each.name: each.reservation(call) for each in operator.implementations}
+    return {
+        implementation.name: implementation.reservation(call)
+        for implementation in operator.implementations
+    }
 
 
 def on_gpu(

@@ -214,7 +214,7 @@ def _run_into(
     x, w, bias, x_scale, w_scale = tensors
     shape = [operator.result_rows(x.shape[0], lists, *rank_in(group_name)), w.shape[0]]
     _require_out(operator, out, shape, dtype, x.device)
-    given = [each for each in (x, w, bias, out) if each is not None]
+    given = [tensor for tensor in (x, w, bias, out) if tensor is not None]
     if torch.is_grad_enabled() and torch._C._any_requires_grad(*given):
         raise ArgumentError(
             f"{operator.name}: out must be left out where a gradient is recorded; got one beside "

@@ -51,7 +51,7 @@ def flat_ranges(column_ranges: ColumnRanges) -> list[int]:
     flat: list[int] = []
     for ranges_of_rank in column_ranges:
         flat.append(len(ranges_of_rank))
-        flat += [edge for each in ranges_of_rank for edge in each]
+        flat += [edge for column_range in ranges_of_rank for edge in column_range]
     return flat
 
 
@@ -360,7 +360,9 @@ def check_ranges(operator: str, columns: Ranges, count: int, world_size: int) ->
                     f"{subject}[{rank}] must hold ranges (first, end) of the {count} columns; got "
                     f"{(first, end)}."
                 )
-        in_order = sorted(each for each in ranges_of_rank if each[0] < each[1])
+        in_order = sorted(
+            column_range for column_range in ranges_of_rank if column_range[0] < column_range[1]
+        )
         for before, behind in itertools.pairwise(in_order):
             if behind[0] < before[1]:
                 raise ArgumentError(
@@ -378,7 +380,7 @@ def validate_ranges(operator: str, column_ranges: object) -> list[list[tuple[int
     """
     subject = f"{operator}: column_ranges"
     return [
-        [_pair(f"{subject}[{rank}]", each) for each in _list(f"{subject}[{rank}]", of_rank)]
+        [_pair(f"{subject}[{rank}]", edges) for edges in _list(f"{subject}[{rank}]", of_rank)]
         for rank, of_rank in enumerate(_list(subject, column_ranges))
     ]
 

@@ -353,7 +353,7 @@ def _activation(experts: Any, has_gate: bool, is_concatenated: bool) -> ExpertAc
     points = [0.3 * i for i in range(-20, 21)]
     points += [factor * number for number in numbers for factor in (-1.5, -0.7, 0.7, 1.5)]
     line = torch.tensor(points, dtype=torch.float64, device="cpu")
-    gate, up = (each.flatten() for each in torch.meshgrid(line, line, indexing="ij"))
+    gate, up = (grid.flatten() for grid in torch.meshgrid(line, line, indexing="ij"))
     with torch.no_grad():
         if has_gate:
             both = (

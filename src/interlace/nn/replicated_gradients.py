@@ -297,8 +297,8 @@ def _identities(chosen: Iterable[nn.Module | nn.Parameter]) -> set[int]:
     """Return the identities of parameters, and of all parameters of modules."""
     return {
         id(parameter)
-        for each in chosen
-        for parameter in (each.parameters() if isinstance(each, nn.Module) else [each])
+        for owner in chosen
+        for parameter in (owner.parameters() if isinstance(owner, nn.Module) else [owner])
     }
 
 

@@ -60,9 +60,13 @@ def explain(
         gemm_all_reduce of x [1, 2048] and w [8192, 2048], bfloat16, on 4 ranks: gemv
         (protocol=one_shot, ...), because measured on ...
     """
-    public = [each for each in operators().values() if each.has_public_function]
-    known = {each.name: each for each in public}
-    known |= {each.vector_name: each for each in public if each.vector_name}
+    public = [
+        declaration for declaration in operators().values() if declaration.has_public_function
+    ]
+    known = {declaration.name: declaration for declaration in public}
+    known |= {
+        declaration.vector_name: declaration for declaration in public if declaration.vector_name
+    }
     if operator not in known:
         raise ArgumentError(
             f"explain: operator must be one of {', '.join(sorted(known))}; got {operator!r}."
@@ -131,7 +135,7 @@ def _needed(
     """Return the symmetric memory that implementations need, in words, and why it does not fit
     under the limit, by name; None for what fits. Those of which it is not known are left out.
     """
-    tensors = [each for argument in arguments for each in _tensors(argument)]
+    tensors = [tensor for argument in arguments for tensor in _tensors(argument)]
     owner = known_group(group, tensors[0].device) if tensors else None
     usual = CPU_GRANULARITY if tensors and tensors[0].device.type == "cpu" else GPU_GRANULARITY
     granularity = usual if owner is None else owner.granularity

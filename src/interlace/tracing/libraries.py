@@ -102,7 +102,11 @@ def beside(activities: Sequence[Activity], launches: Sequence[tuple[str, int]]) 
     # One that was measured: the mean of two would have to be a float, which lacks the digits.
     ahead_ns = statistics.median_low(distances)
     held_ns = max(
-        (int(each.start_ns) + int(each.duration_ns) for each in activities if each.name == _HOLD),
+        (
+            int(activity.start_ns) + int(activity.duration_ns)
+            for activity in activities
+            if activity.name == _HOLD
+        ),
         default=0,
     )
     apart = {_HOLD, _PREPARATION, *(name for name, _ in launches)}

@@ -46,8 +46,9 @@ class NetworkTimes(NamedTuple):
         """Return the times in words, the shortest first."""
         by_time = sorted(self.predictions.items(), key=lambda item: item[1].us)
         return ", ".join(
-            f"{name} {each.us:.0f} us" + (f" in {_slices(each)}" if each.slices > 1 else "")
-            for name, each in by_time
+            f"{name} {prediction.us:.0f} us"
+            + (f" in {_slices(prediction)}" if prediction.slices > 1 else "")
+            for name, prediction in by_time
         )
 
 
@@ -125,7 +126,9 @@ class Choice(Generic[Config]):
             return dataclasses.replace(between, reason=reason)
         order = times.order(operator)
         reason = f"predicted between {nodes} nodes over {times.network}: {times}"
-        if times.predictions[order[0]].us > min(each.us for each in times.predictions.values()):
+        if times.predictions[order[0]].us > min(
+            prediction.us for prediction in times.predictions.values()
+        ):
             reason += f"; slices would run if they were {times.margin:.0%} faster than every pair"
         return dataclasses.replace(
             between,
@@ -146,7 +149,10 @@ class Choice(Generic[Config]):
         """Return the choice of an operator that another rank has packed."""
         impl, config, reason, times_us, worst_error, is_exact, configs = packed
         kind: Any = operator.config_type
-        kinds: dict[str, Any] = {each.name: each.config_type for each in operator.implementations}
+        kinds: dict[str, Any] = {
+            implementation.name: implementation.config_type
+            for implementation in operator.implementations
+        }
         return Choice(
             impl,
             kind.parse(config),
@@ -195,8 +201,12 @@ def configured(operator: Operator, text: str) -> Implementation:
     that has these fields, or else the operator's own kernel.
     """
     first, *others = operator.implementations
-    own: list[tuple[Implementation, Any]] = [(each, each.config_type) for each in others]
-    return next((each for each, kind in own if kind and kind.has_fields_of(text)), first)
+    own: list[tuple[Implementation, Any]] = [
+        (implementation, implementation.config_type) for implementation in others
+    ]
+    return next(
+        (implementation for implementation, kind in own if kind and kind.has_fields_of(text)), first
+    )
 
 
 def on_cpu(config: Config, impl: str = "fused") -> Choice[Config]:

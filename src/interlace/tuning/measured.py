@@ -44,10 +44,12 @@ class MeasuredTimes:
             if not self._is_own():
                 return None
             document = json.loads(file.read_text(encoding="utf-8"))
-            multiples = {str(name): float(each) for name, each in document["multiples"].items()}
+            multiples = {
+                str(name): float(multiple) for name, multiple in document["multiples"].items()
+            }
             # A hash may collide, and a file may have been edited.
             if document["kind"] == json.loads(json.dumps(kind)) and all(
-                math.isfinite(each) and each > 0 for each in multiples.values()
+                math.isfinite(multiple) and multiple > 0 for multiple in multiples.values()
             ):
                 return multiples
             raise ValueError("it is of another kind of call")

@@ -222,7 +222,7 @@ def _dot_in_order(_: Callable[..., Any]) -> Callable[..., Any]:
     """Return a product of two blocks whose elements are all added up in the order of K."""
 
     def dot_in_order(self: Any, a: Any, b: Any, total: Any, *options: Any) -> Any:
-        left, right = (_numbers(self, each, total.data.dtype) for each in (a, b))
+        left, right = (_numbers(self, operand, total.data.dtype) for operand in (a, b))
         # For rows that lie in memory as they are written, einsum adds a multiple of a row of the
         # right block to a row of the result, for one element of K after another.
         product = np.einsum("...mk,...kn->...mn", left, right)

@@ -449,7 +449,9 @@ def _patience() -> Iterator[None]:
     group = dist.group.WORLD
     assert group is not None
     backends = [group._get_backend(device) for device in group._device_types]
-    limits = [(each, each.options._timeout) for each in backends if hasattr(each, "options")]
+    limits = [
+        (backend, backend.options._timeout) for backend in backends if hasattr(backend, "options")
+    ]
     try:
         for backend, _ in limits:
             backend._set_default_timeout(NEVER)

@@ -110,8 +110,10 @@ def measure_network(
         source,
         group.world_size,
         group.nodes,
-        slice_us=[(each.nbytes, _digits(each.us)) for each in compared.exchanges],
-        collective_us=[(each.nbytes, _digits(each.us)) for each in compared.collectives],
+        slice_us=[(exchange.nbytes, _digits(exchange.us)) for exchange in compared.exchanges],
+        collective_us=[
+            (collective.nbytes, _digits(collective.us)) for collective in compared.collectives
+        ],
         spread=_digits(compared.spread),
         collective_factors=[(name, _digits(factor)) for name, factor in compared.factors],
     )

@@ -271,8 +271,8 @@ def _recorder(
     """
     lists = [
         place
-        for place, each in enumerate(operator._schema.arguments)
-        if is_tensorlist_like_type(each.type)
+        for place, argument in enumerate(operator._schema.arguments)
+        if is_tensorlist_like_type(argument.type)
     ]
 
     class Recorded(torch.autograd.Function):

@@ -100,7 +100,7 @@ class Reservation:
     def nbytes(self, granularity: int) -> int:
         """Return the bytes that a group allocates for the call if it holds nothing before."""
         total = sum(size.rounded().nbytes(granularity) for size in self.workspaces)
-        total += sum(each.pieces * round_up(each.nbytes, granularity) for each in self.mapped)
+        total += sum(output.pieces * round_up(output.nbytes, granularity) for output in self.mapped)
         if self.output_bytes:
             total += round_up((BUFFERS + 1) * bytes_of_buffer(self.output_bytes), granularity)
         return total

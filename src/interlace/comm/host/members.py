@@ -135,7 +135,9 @@ def meet_members(members: Members, exchange: Exchange, store: dist.Store | None)
     members.node_of_rank = numbered([node for node, *_ in answers])
     processes = [None if process is None else Process(*process) for *_, process in answers]
     # Those of other machines and containers are not there from the beginning.
-    members.processes = tuple(each if each and lives(each) else None for each in processes)
+    members.processes = tuple(
+        process if process and lives(process) else None for process in processes
+    )
     owners = [rank for rank, (_, _, serves, _) in enumerate(answers) if serves]
     # Ranks of two machines may listen on a port of one number.
     if len(owners) <= 1:

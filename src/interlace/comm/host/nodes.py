@@ -67,7 +67,7 @@ def declared_ranks_per_node() -> int | None:
         return dist.get_world_size() // nodes
     if ranks := whole_number("LOCAL_WORLD_SIZE", 0, least=1):
         return ranks
-    tasks, nodes = (whole_number(f"SLURM_STEP_NUM_{each}", 0) for each in ("TASKS", "NODES"))
+    tasks, nodes = (whole_number(f"SLURM_STEP_NUM_{unit}", 0) for unit in ("TASKS", "NODES"))
     if nodes and dist.is_initialized() and tasks == dist.get_world_size():
         return max(1, tasks // nodes)
     return None

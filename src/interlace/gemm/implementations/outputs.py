@@ -194,7 +194,7 @@ def _make_output(output: KeptOutput, call: GemmCall, *, replace: bool) -> Fused 
         return None
     try:
         pieces = output.mapped(group.world_size, group.granularity)
-        nbytes = sum(each.pieces * round_up(each.nbytes, group.granularity) for each in pieces)
+        nbytes = sum(piece.pieces * round_up(piece.nbytes, group.granularity) for piece in pieces)
         group.memory.require_room(name, nbytes)
         product = fuse(
             output.producer,
@@ -216,7 +216,7 @@ def _make_output(output: KeptOutput, call: GemmCall, *, replace: bool) -> Fused 
     group.memory.mapped[name, output.key] = nbytes
     for key in given_up:
         del group.kept[key]
-        for owner in [each for each in group.memory.mapped if each[1] == key]:
+        for owner in [entry for entry in group.memory.mapped if entry[1] == key]:
             del group.memory.mapped[owner]
     return product
 

@@ -274,7 +274,7 @@ def all_to_all_gemm(
     gather = return_gathered or (torch.is_grad_enabled() and w.requires_grad)
     # A schema has no type for configurations, so graphs hold their text.
     text = "" if config is None else str(config)
-    lists = [None if each is None else list(each) for each in (column_splits, splits)]
+    lists = [None if counts is None else list(counts) for counts in (column_splits, splits)]
     y, gathered = entrance(NAME)(x, w, bias, *lists, gather, default_name(group), impl, text)
     return (y, gathered.detach()) if return_gathered else y
 

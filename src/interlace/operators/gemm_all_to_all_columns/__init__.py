@@ -107,7 +107,7 @@ class GemmAllToAllColumns(SequenceOperator):
         """Return a configuration with tiles of which the ranges of columns consist, unless those
         would be too small.
         """
-        counts = [end - first for each in columns for first, end in each]
+        counts = [end - first for ranges_of_rank in columns for first, end in ranges_of_rank]
         block_n = math.gcd(config.block_n, *counts)
         if block_n < min(config.block_n, _LEAST_BLOCK_N):
             return config
@@ -319,7 +319,7 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     """
     x, w = ctx.saved_tensors
     needs_x, needs_w, needs_bias, *_ = ctx.needs_input_grad
-    sent = [each for ranges in ctx.by_rank for each in ranges]
+    sent = [column_range for ranges in ctx.by_rank for column_range in ranges]
     is_in_order = [*_joined(sent)] == [(0, ctx.columns)]
     weight = w if is_in_order else torch.cat([w[a:b] for a, b in sent] or [w[:0]])
     needs_columns = needs_w or (needs_bias and ctx.has_bias)

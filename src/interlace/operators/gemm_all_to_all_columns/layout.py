@@ -34,7 +34,11 @@ def columns_of_tiles(column_ranges: ColumnRanges, block_n: int, rank: int) -> li
             turned = owners[number % len(owners) :] + owners[: number % len(owners)]
             pairs = [(owner, place + column - first) for owner, place in turned]
             pairs += [(NO_RANK, 0)] * (most_owners - len(owners))
-            entry = (column, min(block_n, end - column), *(each for pair in pairs for each in pair))
+            entry = (
+                column,
+                min(block_n, end - column),
+                *(number for pair in pairs for number in pair),
+            )
             by_first_owner[turned[0][0]].append(entry)
     in_turn = [by_first_owner[(rank + 1 + step) % ranks] for step in range(ranks)]
     longest = max(map(len, in_turn), default=0)
@@ -47,7 +51,9 @@ def _segments(column_ranges: ColumnRanges) -> list[tuple[int, int, list[tuple[in
     """Return the ranges of columns that the same ranks get, with these ranks and the place of each
     range in their results.
     """
-    edges = sorted({edge for ranges in column_ranges for each in ranges for edge in each})
+    edges = sorted(
+        {edge for ranges in column_ranges for column_range in ranges for edge in column_range}
+    )
     found = []
     for first, end in itertools.pairwise(edges):
         places = [_place(ranges, first) for ranges in column_ranges]

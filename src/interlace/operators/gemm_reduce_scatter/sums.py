@@ -45,7 +45,9 @@ def _run(x: list[torch.Tensor], w: list[torch.Tensor], group_name: str) -> torch
         group.check()
         total = first.x.new_empty([first.rows, first.columns])
         chunked.multiply_sum_into(
-            total, [each.all_rows() for each in products], [each.weight() for each in products]
+            total,
+            [product.all_rows() for product in products],
+            [product.weight() for product in products],
         )
         return sum_rows(total, rows, process_group_named(group_name))
     y: torch.Tensor = group.perform(chunked.run_products(products, rows, group, config, mark))

@@ -163,7 +163,7 @@ def linear_cross_entropy(
     validate_options(options)
     _DECLARATION.validate_options(impl, None)
     trains = torch.is_grad_enabled()
-    needed = [each is not None and trains and each.requires_grad for each in (rows, w, bias)]
+    needed = [tensor is not None and trains and tensor.requires_grad for tensor in (rows, w, bias)]
     losses, *_ = entrance(OPERATOR)(
         rows, w, targets, bias, *options, default_name(group), impl, needed
     )

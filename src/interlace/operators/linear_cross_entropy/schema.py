@@ -59,7 +59,7 @@ def _call(tensors: Any, others: Any, scale: torch.Tensor, *, computes: bool) -> 
 
 def _results(call: LossCall, found: LossGradients) -> tuple[torch.Tensor, ...]:
     """Return gradients as results of an operator, empty where there is none."""
-    return tuple(call.x.new_empty(0) if each is None else each for each in found)
+    return tuple(call.x.new_empty(0) if gradient is None else gradient for gradient in found)
 
 
 def _run(*arguments: Any) -> tuple[torch.Tensor, ...]:
@@ -138,17 +138,19 @@ def _backward(ctx: Any, grad: torch.Tensor | None, *_: None) -> tuple[Any, ...]:
     elif grad is not None:
         remaining, *computed = ctx.saved_tensors
         found = _multiplied(computed, grad * remaining[0])
-    x, w, bias = (each if need else None for each, need in zip(found, ctx.others[-1], strict=True))
+    x, w, bias = (
+        gradient if need else None for gradient, need in zip(found, ctx.others[-1], strict=True)
+    )
     return x, w, None, bias, *[None] * _OTHERS
 
 
 def _multiplied(found: Sequence[torch.Tensor], factor: torch.Tensor) -> list[torch.Tensor]:
     """Return the gradients times a factor, in their own memory if nobody needs it again."""
     if not is_unobserved() or _keeps_graph():
-        return [each * factor for each in found]
+        return [gradient * factor for gradient in found]
     multiply(LossGradients(*found), factor)
     # Autograd copies a tensor that is saved as well, unless it comes as a view.
-    return [each.view_as(each) for each in found]
+    return [gradient.view_as(gradient) for gradient in found]
 
 
 register(_library, OPERATOR, _run, _fake, backward=_backward, setup_context=_setup_context)

@@ -191,7 +191,7 @@ def _shaped(found: Iterable[torch.Tensor], x: torch.Tensor, k: int) -> TopColumn
     """Return values and columns, ``[M, k]``, in the shape of x: ``[..., k]``."""
     if x.dim() == 2:
         return TopColumns(*found)
-    return TopColumns(*(each.reshape(*x.shape[:-1], k) for each in found))
+    return TopColumns(*(result.reshape(*x.shape[:-1], k) for result in found))
 
 
 _DECLARATION = LinearTopK()

@@ -71,7 +71,7 @@ class TopKCase(Case):
         return tensors
 
     def expected(self, rank: int, ranks: int, seed: int) -> list[tuple[torch.Tensor, float]]:
-        inputs = [self.tensors(each, ranks, seed) for each in range(ranks)]
+        inputs = [self.tensors(rank, ranks, seed) for rank in range(ranks)]
         w = torch.cat([call["w"].double() for call in inputs])[:-1]
         logits = inputs[0]["x"].double() @ w.T + (1 if self.bias else 0)
         values, columns = logits.topk(self.k, 1)

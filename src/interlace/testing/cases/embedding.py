@@ -222,7 +222,10 @@ def every(operator: str, impl: str, ranks: int) -> list[EmbeddingCase]:
     """Return a call for every kind of update, and one with a rank without tables."""
     widths = (16,), (20,), ()
     return [
-        *(EmbeddingCase(OPERATOR, impl, "float32", True, widths, update=each) for each in UPDATES),
+        *(
+            EmbeddingCase(OPERATOR, impl, "float32", True, widths, update=update)
+            for update in UPDATES
+        ),
         EmbeddingCase(OPERATOR, impl, "float16", True, ((), (4, 8)), output="float16", mode="mean"),
     ]
 

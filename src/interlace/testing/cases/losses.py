@@ -99,7 +99,7 @@ class LossCase(Case):
         return tensors
 
     def expected(self, rank: int, ranks: int, seed: int) -> list[tuple[torch.Tensor, float]]:
-        inputs = [self.tensors(each, ranks, seed) for each in range(ranks)]
+        inputs = [self.tensors(rank, ranks, seed) for rank in range(ranks)]
         names = [name for name in self.leaf_names if name in inputs[0]]
         leaves = [{name: call[name].double().requires_grad_() for name in names} for call in inputs]
         x = torch.cat([call["x"] for call in leaves]) if self.sharded else leaves[0]["x"]

@@ -15,7 +15,11 @@ from interlace.registry import operator_named
 from interlace.testing.cases.base import DTYPES, Case, Make, Tensors, generator, thin, whole_numbers
 
 OPERATOR = "gemm_all_reduce_norm"
-IMPLEMENTATIONS = {OPERATOR: tuple(each.name for each in operator_named(OPERATOR).implementations)}
+IMPLEMENTATIONS = {
+    OPERATOR: tuple(
+        implementation.name for implementation in operator_named(OPERATOR).implementations
+    )
+}
 
 _EPS = 1e-5
 

@@ -402,11 +402,11 @@ def operator_named(name: str) -> Operator:
     Raises:
         ArgumentError: There is none.
     """
-    found = find_operator(name)
-    if found is None:
+    declaration = find_operator(name)
+    if declaration is None:
         known = ", ".join(sorted(operators()))
         raise ArgumentError(f"operator must be one of {known}; got {name!r}.")
-    return found
+    return declaration
 
 
 def operator_matching(*pattern: str) -> Operator:

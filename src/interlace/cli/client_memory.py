@@ -53,13 +53,13 @@ def memory_of(
         ArgumentError: There is no such model or GPU, it is no transformer, or ranks do not divide
             what they share.
     """
-    found, device = find_model(model), gpu_named(gpu)
-    if isinstance(found, EmbeddingModel) or not client.operators:
+    described, device = find_model(model), gpu_named(gpu)
+    if isinstance(described, EmbeddingModel) or not client.operators:
         raise ArgumentError(
             f"--model must be a transformer, of a client that runs those; got {model!r} for "
             f"{client.name}. docs/costs.md has formulas for tables."
         )
-    products = found.layer_products(ranks)
+    products = described.layer_products(ranks)
     # An operator that shares rows out takes numbers that the ranks divide.
     least = 1 if _NORMED in client.operators else ranks
     steps = [tokens, *(least << i for i in range(tokens.bit_length()) if least << i < tokens)]

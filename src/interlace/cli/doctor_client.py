@@ -80,9 +80,9 @@ def _versions(client: Client) -> list[Row]:
             Row(client.title, MISSING, "not installed here", action),
             Row("versions that were run", ABSENT, ran),
         ]
-    found = [run for run in client.runs if run.is_of(installed)]
-    if found:
-        where = "; ".join(run.ran_on for run in found)
+    runs = [run for run in client.runs if run.is_of(installed)]
+    if runs:
+        where = "; ".join(run.ran_on for run in runs)
         return [
             Row(client.title, OK, installed),
             Row("versions that were run", OK, f"{installed}: {where}"),
@@ -102,16 +102,16 @@ def _entry(client: Client) -> Row:
         if is_module:
             importlib.import_module(client.entry)
             return Row(check, OK, f"{client.entry} can be imported")
-        found = [*entry_points(group=client.entry, name=client.plugin)]
-        if not found:
+        plugins = [*entry_points(group=client.entry, name=client.plugin)]
+        if not plugins:
             meaning = f"no entry point {client.plugin} of {client.entry}"
             return Row(check, MISSING, meaning, "pip install interlace again, as a wheel")
-        found[0].load()
+        plugins[0].load()
     # A broken installation fails in many ways.
     except Exception as error:
         action = "interlace doctor says which packages are missing"
         return Row(check, MISSING, f"{client.entry} cannot be loaded: {first_line(error)}", action)
-    return Row(check, OK, f"{client.entry} has {found[0].value}, which can be loaded")
+    return Row(check, OK, f"{client.entry} has {plugins[0].value}, which can be loaded")
 
 
 def _switch(client: Client) -> Row:

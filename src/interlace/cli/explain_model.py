@@ -121,27 +121,27 @@ def run_explain_model(
     Raises:
         ArgumentError: There is no such model or GPU, or the ranks do not divide what they share.
     """
-    found, device = find_model(model), gpu_named(gpu)
+    described, device = find_model(model), gpu_named(gpu)
     bench.require_dtype(dtype)
     kind: torch.dtype = getattr(torch, dtype)
     numbers = [int(part) if part.strip().isdecimal() else 0 for part in tokens.split(",")]
     if not all(numbers):
         raise ArgumentError(f"--tokens must be positive whole numbers, 1,8,4096; got {tokens!r}.")
-    if isinstance(found, EmbeddingModel):
+    if isinstance(described, EmbeddingModel):
         if sequence_parallel:
             raise ArgumentError("--sequence-parallel must be of a transformer; got tables.")
-        steps = [_embedding_step(found, device, number, world_size, kind) for number in numbers]
+        steps = [_embedding_step(described, device, number, world_size, kind) for number in numbers]
         left_out = "the MLPs, the interaction, the exchange of indices"
     else:
         steps = [
-            _transformer_step(found, device, number, world_size, kind, sequence_parallel)
+            _transformer_step(described, device, number, world_size, kind, sequence_parallel)
             for number in numbers
         ]
-        left_out = _left_out(found, max(numbers), sequence_parallel)
+        left_out = _left_out(described, max(numbers), sequence_parallel)
     console = make_console()
     ranks = f"{world_size} ranks, {dtype}, {device.name}"
     for step in steps:
-        _print_step(console, f"{found.name}, {ranks}", step)
+        _print_step(console, f"{described.name}, {ranks}", step)
     notes = [
         f"Not counted, and about the same with and without: {left_out}, and what the host takes "
         "between calls. So the gain of a whole step is smaller.",
@@ -154,7 +154,7 @@ def run_explain_model(
     print_legend(console, [(operator_named(call.operator), call.impl) for call in calls])
     outputs.write_json(
         lambda: {
-            "model": dataclasses.asdict(found), "gpu": device.name, "world_size": world_size,
+            "model": dataclasses.asdict(described), "gpu": device.name, "world_size": world_size,
             "dtype": dtype, "sequence_parallel": sequence_parallel, "notes": notes,
             "steps": [
                 dataclasses.asdict(step) | {"layer_us": step.layer_us, "share": step.share}

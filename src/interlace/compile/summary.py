@@ -62,9 +62,9 @@ class GraphSummary:
         """Count what the pass has found in a graph."""
         self._listen()
         self._was_called = True
-        calls, found = self.calls, list(findings)
-        self._graphs += bool(found)
-        for finding in found:
+        calls, new = self.calls, list(findings)
+        self._graphs += bool(new)
+        for finding in new:
             if finding.collective == PRODUCTS:
                 self._merged += 1
                 continue

@@ -282,13 +282,13 @@ class Corrections:
         0 if they are far apart.
         """
         # The implementations of a call are predicted one after another.
-        found = self._last.get(size)
-        if found is None:
+        nearness = self._last.get(size)
+        if nearness is None:
             place = place_of(size)
-            found = [math.exp(-(math.dist(place, known) ** 2) / 2) for known in self._places]
+            nearness = [math.exp(-(math.dist(place, known) ** 2) / 2) for known in self._places]
             self._last.clear()
-            self._last[size] = found
-        return found
+            self._last[size] = nearness
+        return nearness
 
     @functools.cached_property
     def _last(self) -> dict[tuple[int, ...], list[float]]:
@@ -479,9 +479,9 @@ class MachineProfile:
         """Return rows and columns of each tile that the library may take for a product with this K,
         and what the tile takes in microseconds by the splits of K.
         """
-        found = self._known_tiles.get((inner, flops_per_s))
-        if found is None:
-            found = [
+        tiles = self._known_tiles.get((inner, flops_per_s))
+        if tiles is None:
+            tiles = [
                 (
                     tile,
                     [
@@ -493,8 +493,8 @@ class MachineProfile:
             ]
             if len(self._known_tiles) >= _MOST_KNOWN:
                 self._known_tiles.clear()
-            self._known_tiles[inner, flops_per_s] = found
-        return found
+            self._known_tiles[inner, flops_per_s] = tiles
+        return tiles
 
     @functools.cached_property
     def _known_tiles(self) -> dict[tuple[int, float], _LibraryTiles]:
@@ -576,12 +576,12 @@ class MachineProfile:
     ) -> Mapping[str, float]:
         """Return the parts of a call's time; implementations with one schedule share them."""
         key = operator, call, schedule, tile
-        found = self._known_parts.get(key)
-        if found is None:
+        parts_us = self._known_parts.get(key)
+        if parts_us is None:
             if len(self._known_parts) >= _MOST_KNOWN:
                 self._known_parts.clear()
-            found = self._known_parts[key] = call.parts_us(self, operator, schedule, tile)
-        return found
+            parts_us = self._known_parts[key] = call.parts_us(self, operator, schedule, tile)
+        return parts_us
 
     @functools.cached_property
     def _known_parts(self) -> dict[Any, Mapping[str, float]]:

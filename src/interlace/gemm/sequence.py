@@ -58,12 +58,14 @@ def flat_ranges(column_ranges: ColumnRanges) -> list[int]:
 @functools.lru_cache(maxsize=1024)
 def ranges_of(flat: tuple[int, ...]) -> Ranges:
     """Return what :func:`flat_ranges` has flattened."""
-    found, place = [], 0
+    by_rank, place = [], 0
     while place < len(flat):
         end = place + 1 + 2 * flat[place]
-        found.append(tuple(zip(flat[place + 1 : end : 2], flat[place + 2 : end : 2], strict=True)))
+        by_rank.append(
+            tuple(zip(flat[place + 1 : end : 2], flat[place + 2 : end : 2], strict=True))
+        )
         place = end
-    return tuple(found)
+    return tuple(by_rank)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -445,18 +447,18 @@ def qkv_column_ranges(
         )
     own_heads, own_kv = heads // world_size, ceil_div(kv_heads, world_size)
     queries, keys = heads * head_dim, kv_heads * head_dim
-    found = []
+    by_rank = []
     for rank in range(world_size):
         first_kv = rank * kv_heads // world_size * head_dim
         key = queries + first_kv
-        found.append(
+        by_rank.append(
             [
                 (rank * own_heads * head_dim, (rank + 1) * own_heads * head_dim),
                 (key, key + own_kv * head_dim),
                 (key + keys, key + keys + own_kv * head_dim),
             ]
         )
-    return found
+    return by_rank
 
 
 def no_memory(call: SequenceCall) -> Reservation:

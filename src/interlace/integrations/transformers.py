@@ -363,9 +363,9 @@ def _activation(experts: Any, has_gate: bool, is_concatenated: bool) -> ExpertAc
         else:
             expected = experts.act_fn(gate)
         for activation in _candidates(numbers, has_gate):
-            found = activation(gate, up) if has_gate else activation(gate)
+            activated = activation(gate, up) if has_gate else activation(gate)
             # Some models compute the activation in float32.
-            if torch.allclose(found, expected.to(found.dtype), rtol=1e-5, atol=1e-5):
+            if torch.allclose(activated, expected.to(activated.dtype), rtol=1e-5, atol=1e-5):
                 return activation
     return None
 

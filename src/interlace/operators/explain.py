@@ -142,7 +142,7 @@ def _needed(
     reservations = declaration.reservations(
         *arguments, world_size=world_size, granularity=granularity, **options
     )
-    limit, found = byte_count(LIMIT_VARIABLE), {}
+    limit, needed = byte_count(LIMIT_VARIABLE), {}
     for name, reservation in reservations.items():
         if reservation is None:
             continue
@@ -151,8 +151,8 @@ def _needed(
             words = owner.memory.shortage(reservation, is_asked_only=True)
         elif limit is not None and nbytes > limit:
             words = shortage_in_words(nbytes, limit)
-        found[name] = format_memory(nbytes) if nbytes else "none", words
-    return found
+        needed[name] = format_memory(nbytes) if nbytes else "none", words
+    return needed
 
 
 def _tensors(argument: Any) -> list[torch.Tensor]:

@@ -54,22 +54,22 @@ def observed(group: Group) -> Iterator[list[Activity]]:
 
     The list stays empty on the CPU backend, without CUPTI, and where another profiler is at work.
     """
-    found: list[Activity] = []
+    activities: list[Activity] = []
     on_gpu = torch.profiler.ProfilerActivity.CUDA
     can_observe = group.backend == "cuda" and on_gpu in torch.profiler.supported_activities()
     if not can_observe or torch.autograd._profiler_enabled():
-        yield found
+        yield activities
         return
     profiler = torch.profiler.profile(activities=[on_gpu])
     with profiler:
-        yield found
+        yield activities
         torch.cuda.synchronize(group.device)
     results: Any = profiler.profiler
     for event in results.kineto_results.events():
         # Ranges of the host, which are repeated over the kernels that they enclose, are none.
         on_device = event.device_type() == torch.autograd.DeviceType.CUDA
         if on_device and not event.is_user_annotation():
-            found.append(
+            activities.append(
                 Activity(
                     event.name(), event.device_resource_id(), event.start_ns(), event.duration_ns()
                 )

@@ -269,10 +269,10 @@ def arrivals(work: Work) -> dict[Sent, float]:
     flows: dict[tuple[int, int], list[Flow]] = defaultdict(list)
     for flow in sorted(work.flows, key=lambda flow: flow.departure_ns):
         flows[flow.source.rank, flow.target.rank].append(flow)
-    found: dict[Sent, float] = {}
+    arrival_times: dict[Sent, float] = {}
     for put in work.puts:
         of_link = flows.get((put.place.rank, put.peer), [])
         first = bisect.bisect_left(of_link, put.time_ns, key=lambda flow: flow.departure_ns)
         if first < len(of_link):
-            found[put] = of_link[first].arrival_ns
-    return found
+            arrival_times[put] = of_link[first].arrival_ns
+    return arrival_times

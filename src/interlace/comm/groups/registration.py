@@ -289,9 +289,9 @@ def _recorder(
         @staticmethod
         def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
             with _needed(ctx, lists):
-                found = backward(ctx, *grads)
-            found = found if isinstance(found, tuple) else (found,)
-            return None, None, *_flat(found, lists, ctx.lengths)
+                gradients = backward(ctx, *grads)
+            gradients = gradients if isinstance(gradients, tuple) else (gradients,)
+            return None, None, *_flat(gradients, lists, ctx.lengths)
 
     Recorded.__name__ = Recorded.__qualname__ = f"Recorded_{operator._opname}"
 

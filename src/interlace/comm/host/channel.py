@@ -295,8 +295,8 @@ class HostChannel:
     def _texts(self, keys: list[str]) -> list[bytes]:
         """Return the values of keys that are in the store, in one trip to it if it can do that."""
         if self._store.has_extended_api():
-            found: list[bytes] = self._store.multi_get(keys)
-            return found
+            values: list[bytes] = self._store.multi_get(keys)
+            return values
         return [self._store.get(key) for key in keys]
 
     def _absent(self, sequence: int, keys: list[str]) -> int:

@@ -236,8 +236,8 @@ class Replays:
 
     def remembered(self, operands: Hashable) -> DeferredCall | None:
         """Return the work of a call with these operands that has been a graph; None if none has."""
-        found = self._remembered.get(operands)
-        return None if found is None else found.work
+        record = self._remembered.get(operands)
+        return None if record is None else record.work
 
     def alike(self, form: Hashable) -> AgainCall | None:
         """Return what makes calls of one form again; None if there is nothing."""
@@ -275,8 +275,8 @@ class Replays:
         """Launch the graph of a remembered call with this memory, where :meth:`may_replay`; return
         False if there is none.
         """
-        found = self._remembered[operands]
-        replayable = found.graphs.get(self._place(found.work, memory))
+        record = self._remembered[operands]
+        replayable = record.graphs.get(self._place(record.work, memory))
         if replayable is None or replayable.graph is None:
             return False
         self._runs += 1
@@ -291,13 +291,13 @@ class Replays:
         replayable: _Replayable,
     ) -> None:
         """Find a call by its operands alone when they come again."""
-        found = self._remembered.get(operands)
-        if found is None:
+        record = self._remembered.get(operands)
+        if record is None:
             if len(self._remembered) >= _MAX_REMEMBERED:
                 self._remembered.clear()
-            found = _Remembered(dataclasses.replace(work, prepare=_forgotten, again=None), {})
-            self._remembered[operands] = found
-        found.graphs[self._place(work, memory)] = replayable
+            record = _Remembered(dataclasses.replace(work, prepare=_forgotten, again=None), {})
+            self._remembered[operands] = record
+        record.graphs[self._place(work, memory)] = replayable
 
     def _place(self, work: DeferredCall, memory: tuple[Any, ...]) -> Hashable:
         """Return what a graph of some work depends on beside the work's key."""

@@ -114,8 +114,8 @@ def _ends_of_runs(
     if not first_keys:
         return [lookups.run_count]
     limits = call.group.cache.tables.on_device([first_keys])[0].to(lookups.run_keys.dtype)
-    found = torch.searchsorted(lookups.run_keys, limits, out_int32=True)
-    return [*torch.minimum(found, lookups.run_count).split(1), lookups.run_count]
+    ends = torch.searchsorted(lookups.run_keys, limits, out_int32=True)
+    return [*torch.minimum(ends, lookups.run_count).split(1), lookups.run_count]
 
 
 def _departures(

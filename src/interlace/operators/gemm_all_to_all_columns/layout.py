@@ -54,13 +54,13 @@ def _segments(column_ranges: ColumnRanges) -> list[tuple[int, int, list[tuple[in
     edges = sorted(
         {edge for ranges in column_ranges for column_range in ranges for edge in column_range}
     )
-    found = []
+    segments = []
     for first, end in itertools.pairwise(edges):
         places = [_place(ranges, first) for ranges in column_ranges]
         owners = [(owner, place) for owner, place in enumerate(places) if place != _NOWHERE]
         if owners:
-            found.append((first, end, owners))
-    return found
+            segments.append((first, end, owners))
+    return segments
 
 
 def _place(ranges_of_rank: Sequence[tuple[int, int]], column: int) -> int:

@@ -65,16 +65,16 @@ def run(call: LossCall) -> tuple[torch.Tensor, torch.Tensor, LossGradients]:
     """
     require(call.group.backend)
     rows_of_w, call = len(call.w), _with_equal_rows(call)
-    chunks, found = _LogitChunks(call), _ChunkGradients(call)
+    chunks, gradients = _LogitChunks(call), _ChunkGradients(call)
     of_rows = []
     for x, logits, targets, _ in chunks:
         numbers = torch.empty((2, len(logits)), dtype=torch.float32, device=logits.device)
         with call.group.running():
             _losses(call, logits, targets, numbers)()
         of_rows.append(numbers)
-        found.add(x, logits)
+        gradients.add(x, logits)
     losses, log_sums = chunks.joined(of_rows)
-    return losses, log_sums, found.result(rows_of_w)
+    return losses, log_sums, gradients.result(rows_of_w)
 
 
 def backward(call: LossCall, log_sums: torch.Tensor) -> LossGradients:
@@ -83,15 +83,15 @@ def backward(call: LossCall, log_sums: torch.Tensor) -> LossGradients:
     """
     require(call.group.backend)
     rows_of_w, call = len(call.w), _with_equal_rows(call)
-    chunks, found = _LogitChunks(call), _ChunkGradients(call)
+    chunks, gradients = _LogitChunks(call), _ChunkGradients(call)
     for x, logits, targets, rows in chunks:
         arguments = _row_arguments(call, logits, targets)
         arguments |= {"log_sums": chunks.part(log_sums, rows)}
         arguments |= {"scales": chunks.part(call.scale, rows)}
         with call.group.running():
             _launch("gradients_of_rows", call, logits, arguments, {})()
-        found.add(x, logits)
-    return found.result(rows_of_w)
+        gradients.add(x, logits)
+    return gradients.result(rows_of_w)
 
 
 def _with_equal_rows(call: LossCall) -> LossCall:

@@ -75,10 +75,10 @@ def _run(*arguments: Any) -> tuple[torch.Tensor, ...]:
     call = _call(tensors, others, scale if is_scaled else one, computes=options.reduction != "none")
     call.agree("forward")
     with call.range(OPERATOR):
-        losses, log_sums, found = call.implementation.run(call)
+        losses, log_sums, gradients = call.implementation.run(call)
     if options.reduction != "none":
         losses = losses.sum() * scale[0]
-    return losses, log_sums, one if is_scaled else scale.clone(), *_results(call, found)
+    return losses, log_sums, one if is_scaled else scale.clone(), *_results(call, gradients)
 
 
 def _fake(*arguments: Any) -> tuple[torch.Tensor, ...]:
@@ -88,9 +88,9 @@ def _fake(*arguments: Any) -> tuple[torch.Tensor, ...]:
     losses = x.new_empty(target.shape if reduction == "none" else [], dtype=torch.float32)
     if reduction == "none":
         needed = [False] * len(needed)
-    found = _fake_gradients(arguments[:_TENSORS], needed)
+    gradients = _fake_gradients(arguments[:_TENSORS], needed)
     numbers = (x.new_empty(shape, dtype=torch.float32) for shape in (target.shape, [1]))
-    return losses, *numbers, *found
+    return losses, *numbers, *gradients
 
 
 def _fake_gradients(tensors: Any, needed: Any) -> tuple[torch.Tensor, ...]:
@@ -132,14 +132,14 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor
 
 @once_differentiable(OPERATOR)
 def _backward(ctx: Any, grad: torch.Tensor | None, *_: None) -> tuple[Any, ...]:
-    found: Any = (None, None, None)
+    gradients: Any = (None, None, None)
     if grad is not None and Options(*ctx.others[:-3]).reduction == "none":
-        found = entrance(f"{OPERATOR}_backward")(grad, *ctx.saved_tensors, *ctx.others)
+        gradients = entrance(f"{OPERATOR}_backward")(grad, *ctx.saved_tensors, *ctx.others)
     elif grad is not None:
         remaining, *computed = ctx.saved_tensors
-        found = _multiplied(computed, grad * remaining[0])
+        gradients = _multiplied(computed, grad * remaining[0])
     x, w, bias = (
-        gradient if need else None for gradient, need in zip(found, ctx.others[-1], strict=True)
+        gradient if need else None for gradient, need in zip(gradients, ctx.others[-1], strict=True)
     )
     return x, w, None, bias, *[None] * _OTHERS
 

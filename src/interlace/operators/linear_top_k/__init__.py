@@ -151,8 +151,8 @@ def linear_top_k(
     columns = vocabulary if vocabulary is not None else world_size * len(w)
     validate_numbers(k, columns)
     _DECLARATION.validate_options(impl, None)
-    found = entrance(OPERATOR)(rows, w, bias, k, columns, default_name(group), impl)
-    return _shaped(found, x, k)
+    result = entrance(OPERATOR)(rows, w, bias, k, columns, default_name(group), impl)
+    return _shaped(result, x, k)
 
 
 def _recalled(
@@ -181,10 +181,10 @@ def _recalled(
         return None
     known = known_call(rows, w, bias, k, vocabulary, impl)
     with past_autograd():
-        found = known_to.recall_known(known, rows, w, bias)
-    if found is None:
+        result = known_to.recall_known(known, rows, w, bias)
+    if result is None:
         return None
-    return _shaped(found, x, k)
+    return _shaped(result, x, k)
 
 
 def _shaped(found: Iterable[torch.Tensor], x: torch.Tensor, k: int) -> TopColumns:
@@ -206,22 +206,22 @@ _library.define(
 def _run(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     call = TopKCall(*arguments)
     group, known, tensors = call.group, call.known, (call.x, call.w, call.bias)
-    found: tuple[torch.Tensor, torch.Tensor] | None = None
+    result: tuple[torch.Tensor, torch.Tensor] | None = None
     if known is not None and not ranges.is_listening():
-        found = group.recall_known(known, *tensors)
-        if found is not None:
-            return found
+        result = group.recall_known(known, *tensors)
+        if result is not None:
+            return result
     call.agree()
     implementation = call.implementation
     with ranges.around(OPERATOR, implementation.name, tensors[:2], lambda: None):
-        found = group.perform(implementation.run(call), known)
-    assert found is not None
+        result = group.perform(implementation.run(call), known)
+    assert result is not None
     if known is not None:
         # What is remembered must refer to neither group nor operands.
         options = call.k, call.vocabulary, call.group_name, call.impl
         again = functools.partial(_run_again, implementation, options, call.mark)
         group.replays.remember_form(known[0], again)
-    return found
+    return result
 
 
 def _run_again(

@@ -389,9 +389,9 @@ def _run(*arguments: Any) -> tuple[torch.Tensor, ...]:
     *inputs, keeps, saves = arguments
     known = _known(OPERATOR, inputs[:_TENSORS], *inputs[_TENSORS:], keeps, saves)
     if known is not None:
-        found = group_named(inputs[_GROUP_NAME], inputs[0].device).recall(known)
-        if found is not None:
-            y, saved = found
+        result = group_named(inputs[_GROUP_NAME], inputs[0].device).recall(known)
+        if result is not None:
+            y, saved = result
             return y, *saved
     call = _call(inputs, keeps, saves, known)
     impl = invariance.effective_impl(operator_named(OPERATOR), call.impl)

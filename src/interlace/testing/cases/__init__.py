@@ -67,7 +67,7 @@ def between_nodes(operators: Sequence[str] = ()) -> dict[str, list[str]]:
             have more than pairs.
     """
     declared = registry.operators()
-    found = {}
+    cases = {}
     for name in operators or IMPLEMENTATIONS:
         if name in declared:
             able = [
@@ -77,8 +77,8 @@ def between_nodes(operators: Sequence[str] = ()) -> dict[str, list[str]]:
                 and (operators or not declared[name].is_pair(impl.partition(" ")[0]))
             ]
             if able:
-                found[name] = able
-    return found
+                cases[name] = able
+    return cases
 
 
 def draw_case(

@@ -211,11 +211,11 @@ class Operator(abc.ABC):
     @property
     def config_types(self) -> tuple[type, ...]:
         """Return the types of configurations that a call may have."""
-        own = (
+        kinds = (
             self.config_type,
             *(implementation.config_type for implementation in self.implementations),
         )
-        return tuple(kind for kind in own if kind is not None)
+        return tuple(kind for kind in kinds if kind is not None)
 
     @property
     def words(self) -> tuple[str, ...]:
@@ -316,12 +316,14 @@ class Operator(abc.ABC):
             return
         if is_invariant:
             advice = "Call it outside of interlace.batch_invariant()."
-            others = [
+            invariant = [
                 implementation
                 for implementation in self.implementations
                 if implementation.is_batch_invariant
             ]
-            able = [implementation.name for implementation in others if implementation.spans_nodes]
+            able = [
+                implementation.name for implementation in invariant if implementation.spans_nodes
+            ]
             if able:
                 advice = f"Take impl={_or([repr(name) for name in able])}."
         else:

@@ -82,10 +82,10 @@ def _versions(client: Client) -> list[Row]:
         ]
     runs = [run for run in client.runs if run.is_of(installed)]
     if runs:
-        where = "; ".join(run.ran_on for run in runs)
+        environments = "; ".join(run.ran_on for run in runs)
         return [
             Row(client.title, OK, installed),
-            Row("versions that were run", OK, f"{installed}: {where}"),
+            Row("versions that were run", OK, f"{installed}: {environments}"),
         ]
     return [
         Row(client.title, OK, installed),
@@ -153,12 +153,12 @@ def check_memory(client: Client, model: str, tokens: int, ranks: int, gpu: str) 
         raise ArgumentError(f"--tokens must be a positive number; got {tokens}.")
     memory = memory_of(client, model, tokens, ranks, gpu, torch.bfloat16)
     limit = byte_count(LIMIT_VARIABLE, client.limit)
-    first, most = (
+    first, last = (
         nbytes if limit is None else min(nbytes, limit) for nbytes in (memory.first, memory.most)
     )
     meaning = (
         f"{format_memory(first)} per rank by a step of {tokens} tokens, at most "
-        f"{format_memory(most)} after steps of other sizes, predicted for {model}, "
+        f"{format_memory(last)} after steps of other sizes, predicted for {model}, "
         f"{ranks} ranks, {gpu}: {client.budget}"
     )
     action = ""

@@ -142,8 +142,8 @@ def print_legend(console: Console, implementations: Iterable[tuple[Operator, str
             known.append(declaration.name)
     of_several = len({name for known in lines.values() for name in known}) > 1
     for (name, summary), known in lines.items():
-        where = f" ({', '.join(known)})" if of_several else ""
-        console.print(f"{name}{where}: {summary}.", style="dim")
+        suffix = f" ({', '.join(known)})" if of_several else ""
+        console.print(f"{name}{suffix}: {summary}.", style="dim")
 
 
 def _memory(

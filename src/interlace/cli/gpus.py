@@ -111,12 +111,12 @@ def provenance(gpu: Gpu, world_size: int) -> str:
     """Return sentences that say with how many ranks calls were measured on a GPU, and whether ever
     with so many.
     """
-    profile, most = profile_of(gpu.name, gpu.processors), most_measured_ranks()
+    profile, most_ranks = profile_of(gpu.name, gpu.processors), most_measured_ranks()
     ranks = " and ".join(map(str, profile.measured_ranks))
     text = f"Measured on {gpu.name}: {f'calls with {ranks} ranks' if ranks else 'no calls'}."
-    if world_size > max([most, *profile.measured_ranks]):
+    if world_size > max([most_ranks, *profile.measured_ranks]):
         text += (
-            f" Calls with more than {most} ranks were never run: all times with {world_size} are "
-            "predicted only."
+            f" Calls with more than {most_ranks} ranks were never run: all times with {world_size} "
+            "are predicted only."
         )
     return text

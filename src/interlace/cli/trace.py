@@ -110,12 +110,12 @@ def _run_measured(request: Request, outputs: Outputs, console: Console) -> None:
     trace, *_ = run_ranks(
         console, title, 1, trace_calls, ranks, case, request.calls, backend=backend
     )
-    where = f"{ranks} ranks, CPU backend"
+    machine = f"{ranks} ranks, CPU backend"
     if backend == "cuda":
-        where = f"{ranks} x {gpu.name}"
+        machine = f"{ranks} x {gpu.name}"
         if gpus < ranks:
-            where = f"{ranks} ranks that share {gpus} x {gpu.name}"
-    _write(trace.to_perfetto(simulated, f"{case.label}, {where}"), outputs)
+            machine = f"{ranks} ranks that share {gpus} x {gpu.name}"
+    _write(trace.to_perfetto(simulated, f"{case.label}, {machine}"), outputs)
     console.print(case.label)
     console.print(trace.summary(), highlight=False)
     if trace.is_timed:

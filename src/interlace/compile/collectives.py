@@ -80,8 +80,8 @@ class Collective:
         """
         self.require_even(ranks)
         share = value(self.input).shape[0] // ranks
-        given = arguments_of(self.node)
-        sizes = (*given["output_split_sizes"], *given["input_split_sizes"])
+        arguments = arguments_of(self.node)
+        sizes = (*arguments["output_split_sizes"], *arguments["input_split_sizes"])
         if any(not isinstance(size, int) or size != share for size in sizes):
             raise LeftAlone(
                 "its splits are not even; the operator would compare them on the host in each call"

@@ -79,9 +79,9 @@ def schema_of(node: Node) -> Any:
 def arguments_of(node: Node) -> dict[str, Any]:
     """Return all arguments of an operator's call by name in their order, defaults among them."""
     parameters = schema_of(node).arguments
-    given = dict(zip((parameter.name for parameter in parameters), node.args, strict=False))
+    arguments = dict(zip((parameter.name for parameter in parameters), node.args, strict=False))
     defaults = {parameter.name: parameter.default_value for parameter in parameters}
-    return {**defaults, **given, **node.kwargs}
+    return {**defaults, **arguments, **node.kwargs}
 
 
 def argument(node: Node, name: str) -> Any:
@@ -252,8 +252,8 @@ class Writer:
         # Later calls may be views that only these strides allow, as in models that keep the batch
         # behind the sequence.
         permuted = self.contiguous(self.call(aten.permute.default, node, list(order)))
-        places = [order.index(dimension) for dimension in range(len(order))]
-        return self.call(aten.permute.default, permuted, places)
+        positions = [order.index(dimension) for dimension in range(len(order))]
+        return self.call(aten.permute.default, permuted, positions)
 
 
 def evaluate(node: Node) -> None:

@@ -347,11 +347,11 @@ def _library_calls(node: Node) -> Iterator[Norm]:
     for call in node.users:
         if not _is(call, *_CALLS):
             continue
-        given = arguments_of(call)
-        is_last = are_equal(given["normalized_shape"], value(node).shape[-1:])
-        if given["input"] is not node or not is_last:
+        arguments = arguments_of(call)
+        is_last = are_equal(arguments["normalized_shape"], value(node).shape[-1:])
+        if arguments["input"] is not node or not is_last:
             continue
-        eps = torch.finfo(torch.float32).eps if given["eps"] is None else given["eps"]
+        eps = torch.finfo(torch.float32).eps if arguments["eps"] is None else arguments["eps"]
         # Further items are the mean and the reciprocal root, for a backward pass.
         for item in call.users:
             if item.target is operator.getitem and item.args[1] == 0:
@@ -359,8 +359,8 @@ def _library_calls(node: Node) -> Iterator[Norm]:
                     _CALLS[call.target],
                     float(eps),
                     [call, item],
-                    given["weight"],
-                    given.get("bias"),
+                    arguments["weight"],
+                    arguments.get("bias"),
                 )
 
 
@@ -517,9 +517,9 @@ def _bounds(node: Node) -> tuple[float, float] | None:
     """
     if not _is(node, *_CLAMPS):
         return None
-    given = arguments_of(node)
+    arguments = arguments_of(node)
     lowest, highest = (
-        absent if given.get(name) is None else given[name]
+        absent if arguments.get(name) is None else arguments[name]
         for name, absent in (("min", -math.inf), ("max", math.inf))
     )
     is_known = isinstance(lowest, (int, float)) and isinstance(highest, (int, float))
@@ -546,8 +546,8 @@ def _other(node: Node, operand: Node) -> Node | None:
     """Return the operand of a call with two operands that is not ``operand``, if it is a node."""
     if len(node.args) != 2 or operand not in node.args:
         return None
-    other = node.args[1] if node.args[0] is operand else node.args[0]
-    return other if isinstance(other, Node) else None
+    second = node.args[1] if node.args[0] is operand else node.args[0]
+    return second if isinstance(second, Node) else None
 
 
 def _is_vector(node: Node, rows: torch.Tensor) -> bool:

@@ -176,24 +176,26 @@ def product_of(node: Node, *, scaled: bool = False) -> Product | None:
     if node.op != "call_function" or node.target not in _PRODUCTS:
         return None
     x, w, bias = _PRODUCTS[node.target]
-    given, by_columns = arguments_of(node), node.target is not aten.linear.default
-    return Product(node, given[x], given[w], by_columns, given.get(bias))
+    arguments, by_columns = arguments_of(node), node.target is not aten.linear.default
+    return Product(node, arguments[x], arguments[w], by_columns, arguments.get(bias))
 
 
 def _scaled_product(node: Node) -> Product | None:
     """Return a product of float8; None if its scales are none that operators take."""
-    given = arguments_of(node)
-    scales = [given["scale_a"], given["scale_b"]]
+    arguments = arguments_of(node)
+    scales = [arguments["scale_a"], arguments["scale_b"]]
     if node.target is aten._scaled_mm_v2.default:
-        recipes = [given["recipe_a"], given["recipe_b"]]
+        recipes = [arguments["recipe_a"], arguments["recipe_b"]]
         # Several scales, or another order of them, are of formats with fewer bits.
-        has_more = given["swizzle_a"] or given["swizzle_b"] or given.get("contraction_dim")
+        has_more = (
+            arguments["swizzle_a"] or arguments["swizzle_b"] or arguments.get("contraction_dim")
+        )
         if has_more or any(len(recipe) != 1 or recipe[0] not in _RECIPES for recipe in recipes):
             return None
         scales = [scale for (scale,) in scales]
-    elif given.get("scale_result") is not None:
+    elif arguments.get("scale_result") is not None:
         return None
-    return Product(node, given["self"], given["mat2"], True, given.get("bias"), *scales)
+    return Product(node, arguments["self"], arguments["mat2"], True, arguments.get("bias"), *scales)
 
 
 def _require_suitable_scales(product: Product) -> None:

@@ -60,10 +60,10 @@ def _keeps_columns(node: Node) -> bool:
         return len(before) > 1 and len(after) > 1 and are_equal(before[-1:], after[-1:])
     # A new dimension is named by its place in the result.
     count = source.dim() + (node.target is aten.unsqueeze.default)
-    given = arguments_of(node)
+    arguments = arguments_of(node)
     if node.target is aten.permute.default:
-        return bool(given["dims"][-1] % count == count - 1)
-    named = [given[name] for name in _DIMENSIONS[node.target]]
+        return bool(arguments["dims"][-1] % count == count - 1)
+    named = [arguments[name] for name in _DIMENSIONS[node.target]]
     dimensions = named[0] if isinstance(named[0], (list, tuple)) else named
     return count - 1 not in {dimension % count for dimension in dimensions}
 

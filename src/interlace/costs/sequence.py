@@ -61,13 +61,16 @@ def all_to_all_gemm(
     ranks = sizes.world_size
     counts = _even(sizes.inner, ranks) if column_splits is None else column_splits
     rows = ranks * sizes.rows if splits is None else sum(splits)
-    gathered_bytes, own = sizes.rows * sizes.inner * sizes.itemsize, counts[rank] * sizes.itemsize
+    gathered_bytes, own_bytes = (
+        sizes.rows * sizes.inner * sizes.itemsize,
+        counts[rank] * sizes.itemsize,
+    )
     # A group of one rank multiplies x where it is.
-    moved = gathered_bytes + rows * own if ranks > 1 else 0
+    moved = gathered_bytes + rows * own_bytes if ranks > 1 else 0
     return ProductCost(
         flops=sizes.flops,
         memory_bytes=sizes.operand_bytes + sizes.output_bytes + moved,
-        link_bytes=(rows - sizes.rows) * own,
+        link_bytes=(rows - sizes.rows) * own_bytes,
         receive_bytes=0,
         size=gathered_bytes,
     )

@@ -260,8 +260,8 @@ class Corrections:
         if weights is None:
             return 1.0
         index = self._indices.get(tuple(call.size))
-        own = 0.0 if index is None else weights[index]
-        return math.exp(own) * self.common_factor(implementation, call)
+        weight = 0.0 if index is None else weights[index]
+        return math.exp(weight) * self.common_factor(implementation, call)
 
     def common_factor(self, implementation: str, call: TimedCall) -> float:
         """Return the factor without the call's own part, as if the call had not been measured

@@ -195,8 +195,8 @@ class Measured(NamedTuple):
         """Return the candidates for a call of this kind: the fastest first, and those that were not
         measured last.
         """
-        places = {name: place for place, name in enumerate(self.times_us(predicted_us))}
-        return tuple(sorted(candidates, key=lambda each: places.get(each.name, len(places))))
+        positions = {name: place for place, name in enumerate(self.times_us(predicted_us))}
+        return tuple(sorted(candidates, key=lambda each: positions.get(each.name, len(positions))))
 
 
 def measured(
@@ -220,11 +220,11 @@ def measured(
         gather=call.gather,
     )
     names = {candidate.name for candidate in near}
-    own = remembered(kind)
+    times = remembered(kind)
     # Times of some of them do not say which one is the fastest.
-    own = own if own is not None and names <= own.keys() else None
+    times = times if times is not None and names <= times.keys() else None
     # Ranks may remember different times, so one rank's memory counts for all.
-    multiples = call.group.exchange("measured times", own)[0]
+    multiples = call.group.exchange("measured times", times)[0]
     if multiples is None:
         if in_inductors_run():
             # Copies of weights and graphs must not come from the pool of Inductor's graph.

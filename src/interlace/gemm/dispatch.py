@@ -259,10 +259,10 @@ def _keep_what_fits(call: GemmCall, decision: Decision) -> None:
         WorkspaceError: None is left, as the caller has asked for one.
     """
     refused = {}
-    for place, each in enumerate(decision.implementations):
+    for index, each in enumerate(decision.implementations):
         lack = call.group.shortage(functools.partial(each.reservation, call))
         if lack is None:
-            decision.implementations = decision.implementations[place:]
+            decision.implementations = decision.implementations[index:]
             return
         refused[each.name] = lack
     name, lack = next(iter(refused.items()))
@@ -283,13 +283,13 @@ def _run_if_memory(implementation: Implementation, call: GemmCall, decision: Dec
     try:
         return _run_or_give_up(implementation, call, decision)
     except WorkspaceError:
-        others = tuple(
+        remaining = tuple(
             candidate for candidate in decision.implementations if candidate is not implementation
         )
-        may_fall_back = others and not call.is_explicit and not call.group.broken
+        may_fall_back = remaining and not call.is_explicit and not call.group.broken
         if not may_fall_back or call.group.capture_id() is not None:
             raise
-        decision.implementations = others
+        decision.implementations = remaining
         call.group.replays.forget()
     # Errors and frames that refer to each other keep the tensors of the call that has failed.
     gc.collect()

@@ -142,13 +142,13 @@ def multiply(
             arguments |= {f"{name}_{index}": None for name in ("w", "bias", "y")}
             arguments |= {f"N_{index}": 0, f"stride_{index}": 0}
             continue
-        given = min(index, len(weights) - 1)
-        w = weights[given] if along_k else weights[given].T
+        weight_index = min(index, len(weights) - 1)
+        w = weights[weight_index] if along_k else weights[weight_index].T
         arguments |= {
-            f"w_{index}": _described(w, w_block, along_k) if descriptors else weights[given],
-            f"bias_{index}": biases[given],
-            f"y_{index}": results[given],
-            f"N_{index}": len(weights[given]),
+            f"w_{index}": _described(w, w_block, along_k) if descriptors else weights[weight_index],
+            f"bias_{index}": biases[weight_index],
+            f"y_{index}": results[weight_index],
+            f"N_{index}": len(weights[weight_index]),
             f"stride_{index}": row_stride(w),
         }
     weight_first = bool(config.weight_first) and along_k

@@ -100,10 +100,12 @@ def batch_invariant(enabled: bool = True, *, ranks: bool | int = False) -> Itera
         ...     logits = model(batch)
     """
     global _asked
-    most = MOST_RANKS if ranks is True else int(ranks)
-    if most not in (0, 1, *_TREES):
-        raise ArgumentError(f"batch_invariant: ranks must be 2, 4 or 8, or True for 8; got {most}.")
-    before, _asked = _asked, max(most, 1) if enabled else 0
+    most_ranks = MOST_RANKS if ranks is True else int(ranks)
+    if most_ranks not in (0, 1, *_TREES):
+        raise ArgumentError(
+            f"batch_invariant: ranks must be 2, 4 or 8, or True for 8; got {most_ranks}."
+        )
+    before, _asked = _asked, max(most_ranks, 1) if enabled else 0
     try:
         yield
     finally:
@@ -201,22 +203,22 @@ def leaves_of(name: str, most_ranks: int, world_size: int, inner: int, dtype: to
         ArgumentError: The ranks do not divide the leaves, a leaf is no whole steps, or operands
             have scales, which follow the ranks' parts of K.
     """
-    where = f"within interlace.batch_invariant(ranks={most_ranks})"
+    context = f"within interlace.batch_invariant(ranks={most_ranks})"
     if most_ranks % world_size:
         raise ArgumentError(
-            f"{name}: the number of ranks must divide {most_ranks} {where}; got {world_size}. Use "
-            "1, 2, 4 or 8 ranks, or interlace.batch_invariant() without ranks."
+            f"{name}: the number of ranks must divide {most_ranks} {context}; got {world_size}. "
+            "Use 1, 2, 4 or 8 ranks, or interlace.batch_invariant() without ranks."
         )
     if dtype not in _TESTED_DTYPES:
         raise ArgumentError(
-            f"{name}: operands must be float16, bfloat16 or float32 {where}; got {dtype}, whose "
+            f"{name}: operands must be float16, bfloat16 or float32 {context}; got {dtype}, whose "
             "scales depend on the number of ranks. Call it outside of the context."
         )
     leaves = most_ranks // world_size
     if inner < 1 or inner % (LEAST_LEAF * leaves):
         raise ArgumentError(
-            f"{name}: K of all ranks must be a multiple of {LEAST_LEAF * most_ranks} {where}; got "
-            f"{inner * world_size}. Pad K with zeros, or take fewer ranks."
+            f"{name}: K of all ranks must be a multiple of {LEAST_LEAF * most_ranks} {context}; "
+            f"got {inner * world_size}. Pad K with zeros, or take fewer ranks."
         )
     return leaves
 
@@ -273,7 +275,7 @@ def invariant_implementation(
             same bits.
     """
     require_invariant(operator)
-    first, *others = invariant_implementations(operator)
+    first, *later = invariant_implementations(operator)
     if not has_one_arithmetic(device, dtype):
         if named in ("", first.name):
             return first
@@ -285,7 +287,7 @@ def invariant_implementation(
         return operator.implementation(named)
     able = {
         implementation.name: implementation
-        for implementation in (first, *others)
+        for implementation in (first, *later)
         if implementation.refusal(terms) is None
     }
     return next((able[name] for name in choice.candidates if name in able), first)

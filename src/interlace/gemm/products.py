@@ -72,8 +72,8 @@ def _multiply_scaled_into(
         return
     in_blocks = x_scale.dim() == 2
     is_one = x_scale.numel() == w_scale.numel() == 1 and not in_blocks
-    most = _MOST_SCALED_ROWS if in_blocks else 0 if is_one else _MOST_ROWS_WITH_SCALES
-    if len(x) > most:
+    most_rows = _MOST_SCALED_ROWS if in_blocks else 0 if is_one else _MOST_ROWS_WITH_SCALES
+    if len(x) > most_rows:
         count = len(x)
         if in_blocks:
             # cuBLAS takes a multiple of these rows. It moves less to pad them than to read the

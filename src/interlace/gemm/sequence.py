@@ -58,13 +58,13 @@ def flat_ranges(column_ranges: ColumnRanges) -> list[int]:
 @functools.lru_cache(maxsize=1024)
 def ranges_of(flat: tuple[int, ...]) -> Ranges:
     """Return what :func:`flat_ranges` has flattened."""
-    by_rank, place = [], 0
-    while place < len(flat):
-        end = place + 1 + 2 * flat[place]
+    by_rank, start = [], 0
+    while start < len(flat):
+        end = start + 1 + 2 * flat[start]
         by_rank.append(
-            tuple(zip(flat[place + 1 : end : 2], flat[place + 2 : end : 2], strict=True))
+            tuple(zip(flat[start + 1 : end : 2], flat[start + 2 : end : 2], strict=True))
         )
-        place = end
+        start = end
     return tuple(by_rank)
 
 

@@ -138,9 +138,9 @@ def _scattered(
     )
     if reduce_op == "avg":
         y = y.div_(ranks)
-    rows, *others = x.movedim(dim, 0).shape[:-1]
+    rows, *dimensions = x.movedim(dim, 0).shape[:-1]
     # PyTorch's operator returns contiguous memory, which Inductor relies on.
-    return y.view(rows // ranks, *others, -1).movedim(0, dim).contiguous()
+    return y.view(rows // ranks, *dimensions, -1).movedim(0, dim).contiguous()
 
 
 def _matmul_reduce_scatter(
@@ -224,10 +224,10 @@ def _gathered(
         "auto",
         "",
     )
-    shard_rows, *others = x.movedim(dim, 0).shape[:-1]
+    shard_rows, *dimensions = x.movedim(dim, 0).shape[:-1]
 
     def unflatten(matrix: torch.Tensor) -> torch.Tensor:
-        return matrix.view(ranks * shard_rows, *others, -1).movedim(0, dim)
+        return matrix.view(ranks * shard_rows, *dimensions, -1).movedim(0, dim)
 
     results = [
         unflatten(y if other == index else product(other, rows)) for other in range(len(weights))

@@ -150,11 +150,11 @@ def _implementation() -> type:
             # The ranks of a TP group hold the same tokens. Shares are equal, as the operator needs
             # them: rows without an expert complete the last ones.
             share = max(1, ceil_div(tokens, ranks))
-            missing = (ranks * share - tokens) if ranks > 1 else 0
-            if missing:
-                rows = F.pad(rows, (0, 0, 0, missing))
-                index = F.pad(index, (0, 0, 0, missing), value=-1)
-                weights = F.pad(weights, (0, 0, 0, missing))
+            padding = (ranks * share - tokens) if ranks > 1 else 0
+            if padding:
+                rows = F.pad(rows, (0, 0, 0, padding))
+                index = F.pad(index, (0, 0, 0, padding), value=-1)
+                weights = F.pad(weights, (0, 0, 0, padding))
             if ranks > 1:
                 group = self.tp_mesh.get_group()
                 first = self.tp_mesh.get_local_rank() * share
@@ -172,8 +172,8 @@ def _implementation() -> type:
             )
             if ranks == 1:
                 return y
-            whole: torch.Tensor = _Whole.apply(group, first, y)  # type: ignore[no-untyped-call]
-            return whole[:tokens] if missing else whole
+            y_of_all: torch.Tensor = _Whole.apply(group, first, y)  # type: ignore[no-untyped-call]
+            return y_of_all[:tokens] if padding else y_of_all
 
     return InterlaceEP
 
@@ -242,8 +242,8 @@ def _gather(rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     gathered = torch.ops._c10d_functional.all_gather_into_tensor(
         rows.contiguous(), group.size(), group.group_name
     )
-    whole: torch.Tensor = torch.ops._c10d_functional.wait_tensor(gathered)
-    return whole
+    y_of_all: torch.Tensor = torch.ops._c10d_functional.wait_tensor(gathered)
+    return y_of_all
 
 
 _QUICK_GELU = 1.702

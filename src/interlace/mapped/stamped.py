@@ -92,9 +92,9 @@ class StampedQueue:
             for stamps in self._stamps
         )
         # In a step of their own stamps would cost another launch of NCCL's kernel.
-        first, *others = steps
+        first, *later = steps
         first = Step(first.triggers, (*sent, *first.departures), (*received, *first.arrivals))
-        self._queue = SliceQueue(group, operator, [first, *others], mark, lanes)
+        self._queue = SliceQueue(group, operator, [first, *later], mark, lanes)
         self._is_checked = False
         self._name = _workspace_of(operator)
         shared = {

@@ -69,9 +69,9 @@ class PooledEmbeddings:
         It is ``values`` itself if the columns are in that order already, and a copy otherwise.
         """
         order = {table.name: i for i, table in enumerate(self.plan.tables)}
-        places = [(order[shard.table.name], shard.start) for shard in self.shards]
+        keys = [(order[shard.table.name], shard.start) for shard in self.shards]
         # With one rank, or with whole tables dealt out in order, no copy is needed.
-        if places == sorted(places):
+        if keys == sorted(keys):
             return self.values
         return torch.cat(list(self.tables().values()), 1)
 

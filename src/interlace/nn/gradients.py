@@ -66,12 +66,12 @@ class _SampleWeights(torch.autograd.Function):
         indices, offsets, *tables = ctx.saved_tensors
         group, samples = ctx.distribution.group, len(grad)
         packed = torch.cat([part.reshape(-1) for part in grad.split(ctx.columns, 1)])
-        own = ctx.columns[group.rank]
+        own_columns = ctx.columns[group.rank]
         received = ctx.distribution.all_to_all(
             packed,
             [samples * width for width in ctx.columns],
-            [samples * own] * group.world_size,
-        ).view(ctx.batch, own)
+            [samples * own_columns] * group.world_size,
+        ).view(ctx.batch, own_columns)
         parts = [grad.new_empty(0, dtype=ctx.dtype)]
         widths, lookups = [table.shape[1] for table in tables], indices.split(ctx.sizes)
         for number, (table, of_bags, rows, size) in enumerate(

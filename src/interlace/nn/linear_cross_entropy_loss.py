@@ -151,8 +151,8 @@ class LinearCrossEntropyLoss(ParallelLinear):
             full: ``[V, H]`` or ``[V]``.
         """
         rows = ceil_div(self.out_features, self.world_size)
-        own = full[self.rank * rows : (self.rank + 1) * rows]
-        return F.pad(own, [0, 0] * (full.dim() - 1) + [0, rows - len(own)])
+        own_rows = full[self.rank * rows : (self.rank + 1) * rows]
+        return F.pad(own_rows, [0, 0] * (full.dim() - 1) + [0, rows - len(own_rows)])
 
     def whole(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
         """Assemble the full tensor from all ranks' shards, in rank order, without the padding.

@@ -602,16 +602,16 @@ def unsharded_state_dict(module: nn.Module) -> dict[str, Any]:
         for name in layer._sharded()
     }
     with gathering(), contextlib.ExitStack() as hooks:
-        for other in module.modules():
-            if not isinstance(other, ParallelLinear):
+        for submodule in module.modules():
+            if not isinstance(submodule, ParallelLinear):
                 tied = {
                     name: owners[id(parameter)]
-                    for name, parameter in other._parameters.items()
+                    for name, parameter in submodule._parameters.items()
                     if id(parameter) in owners
                 }
                 if tied:
                     hook = functools.partial(_save_tied, tied)
-                    hooks.callback(other.register_state_dict_post_hook(hook).remove)
+                    hooks.callback(submodule.register_state_dict_post_hook(hook).remove)
         state: dict[str, Any] = module.state_dict()
         for key, value in state.items():
             if isinstance(value, torch.Tensor):

@@ -148,14 +148,14 @@ class _Survey:
     def _read_shards(self, layer: str, holder: ShardHolder) -> None:
         held = [holder._parameters.get(name) for name in holder._sharded()]
         shards = [parameter for parameter in held if parameter is not None]
-        others = holder._sharing().group
-        if not self._overlaps(others):
+        sharing_group = holder._sharing().group
+        if not self._overlaps(sharing_group):
             return  # Every rank of this group has the same shard.
-        if not self._is_over(others):
+        if not self._is_over(sharing_group):
             self._give_up(
                 shards,
-                f"which {layer} shards over ranks {sorted(_ranks_of(others))}. Give these as the "
-                "group first, and then the ranks that hold the same shard",
+                f"which {layer} shards over ranks {sorted(_ranks_of(sharing_group))}. Give these "
+                "as the group first, and then the ranks that hold the same shard",
             )
         elif isinstance(holder, ParallelLinear):
             tokens = self._of_own_tokens if holder.sequence_parallel else self._of_same_tokens

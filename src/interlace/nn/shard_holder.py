@@ -111,8 +111,8 @@ class ShardHolder(GroupMember, nn.Module):
             shards = gather(undistributed(shard.detach()), self._sharing().group)
             # The parameter is kept, too, so that no other object gets its identity.
             gathered[id(parameter)] = parameter, assemble(shards)
-        whole: torch.Tensor = gathered[id(parameter)][1]
-        return whole
+        full: torch.Tensor = gathered[id(parameter)][1]
+        return full
 
     def _distribute(self, state_dict: MutableMapping[str, Any], prefix: str) -> None:
         """Shard what is loaded as FSDP2 has sharded the module's parameters.

@@ -349,22 +349,22 @@ def _total(
 def _whole(norms: Any) -> torch.Tensor:
     """Return the norms of whole gradients, one by one. Collective."""
     held = _grouped(sharing for _, sharing in norms.parts)
-    whole = _replicated([norm for norm, _ in norms.parts])
+    norm_of_all = _replicated([norm for norm, _ in norms.parts])
     for sharing in _in_order(held.keys() - {None}):
-        local = torch.stack([whole[i] for i in held[sharing]])
+        local = torch.stack([norm_of_all[i] for i in held[sharing]])
         every = torch.stack(gather(local, sharing.group))
         results = torch.linalg.vector_norm(every, norms.order, dim=0).unbind()
         for i, norm in zip(held[sharing], results, strict=True):
-            whole[i] = norm
-    return torch.stack(whole) if norms.dim() else whole[0]
+            norm_of_all[i] = norm
+    return torch.stack(norm_of_all) if norms.dim() else norm_of_all[0]
 
 
 def _grouped(keys: Iterable[Any]) -> dict[Any, list[int]]:
     """Return the places of equal keys by key, both in the order in which they occur."""
-    places: dict[Any, list[int]] = {}
+    indices: dict[Any, list[int]] = {}
     for i, key in enumerate(keys):
-        places.setdefault(key, []).append(i)
-    return places
+        indices.setdefault(key, []).append(i)
+    return indices
 
 
 def _in_order(sharings: Iterable[Any]) -> list[Sharing]:

@@ -127,11 +127,11 @@ class UlyssesAttention(GroupMember, nn.Module):
             group=self.group,
             impl=self.impl,
         )
-        own = self._column_ranges[self.rank]
+        own_ranges = self._column_ranges[self.rank]
         q, k, v = (
             # Heads before tokens, as attention takes them.
             part.unflatten(0, (-1, samples)).unflatten(2, (-1, self.head_dim)).permute(1, 2, 0, 3)
-            for part in columns.split([end - first for first, end in own], 1)
+            for part in columns.split([end - first for first, end in own_ranges], 1)
         )
         attended = self.attend(q, k, v).permute(2, 0, 1, 3).flatten(2).flatten(0, 1)
         y = all_to_all_gemm(

@@ -220,12 +220,14 @@ def trace(group: dist.ProcessGroup | None = None, *, hold_s: float = 0.0) -> Ite
     made.is_timed = owner.backend == "cuda"
     packed = pack(recording.launches)
     made.timer_step_ns = timer_step_ns(packed)
-    others = libraries.beside(activities, first_times(recording.launches)) if activities else []
+    library_activities = (
+        libraries.beside(activities, first_times(recording.launches)) if activities else []
+    )
     own = Packed(
         packed,
         owner.memory.heap.base,
         made.clocks[owner.rank].offset_ns,
-        [list(activity) for activity in others],
+        [list(activity) for activity in library_activities],
     )
     made._launches, made.others = unpack(
         [Packed(*values) for values in owner.exchange("end of a trace", list(own))]

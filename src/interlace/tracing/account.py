@@ -169,7 +169,7 @@ def account(work: Work, others: Sequence[Sequence[Activity]] = ()) -> Account | 
     times = _sweep(intervals[rank], start_ns)
     computing = [chosen for chosen in longest[rank] if chosen.tiles]
     tiles = sum(chosen.tiles for chosen in computing)
-    most = max(computing, key=lambda chosen: chosen.computed_ns, default=_Chosen((), 0, 0.0))
+    busiest = max(computing, key=lambda chosen: chosen.computed_ns, default=_Chosen((), 0, 0.0))
     activities = others[rank] if rank < len(others) else ()
     products = sum(activity.kind == "product" for activity in activities)
     waits: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
@@ -181,7 +181,7 @@ def account(work: Work, others: Sequence[Sequence[Activity]] = ()) -> Account | 
     waiting = [Waiting(peer, *durations) for peer, durations in waits.items()]
     waiting.sort(key=lambda wait: -wait.duration_ns)
     return Account(
-        rank, sum(phases.values()), phases, tuple(waiting), most.programs, tiles, products
+        rank, sum(phases.values()), phases, tuple(waiting), busiest.programs, tiles, products
     )
 
 

@@ -94,10 +94,10 @@ def _packed(name: str, rings: np.ndarray[Any, Any]) -> dict[str, Any]:
     for program, lane in np.argwhere(counts):
         count = int(counts[program, lane])
         kept = min(count, context.RING_EVENTS)
-        places = 1 + (np.arange(count - kept, count) & (context.RING_EVENTS - 1))
+        indices = 1 + (np.arange(count - kept, count) & (context.RING_EVENTS - 1))
         table = np.empty((kept, 4), np.int64)
         table[:, 0], table[:, 1] = program, lane
-        table[:, 2:] = rings[program, lane, places]
+        table[:, 2:] = rings[program, lane, indices]
         rows.append(table)
     table = np.concatenate(rows) if rows else np.empty((0, 4), np.int64)
     lost = int(np.maximum(counts - context.RING_EVENTS, 0).sum())

@@ -96,15 +96,15 @@ def draw_trace(document: dict[str, Any], file: Path, *, rows: int = 12, width: f
         times = [bar.end for pid in ranks for key in chosen[pid] for bar in trace.bars[key]]
         scale, unit = time_unit(max(times, default=1.0))
         x = timing or (lambda time_ns: time_ns / scale)
-        places: dict[_Key, tuple[Any, float]] = {}
+        positions: dict[_Key, tuple[Any, float]] = {}
         used: set[str] = set()
         for axis, (pid, is_link) in zip(axes, panels, strict=True):
             if is_link:
                 _draw_links(axis, trace, pid, links[pid], x)
             else:
-                used |= _draw_rank(axis, trace, pid, chosen[pid], x, places)
+                used |= _draw_rank(axis, trace, pid, chosen[pid], x, positions)
         others = sorted(trace.arrows, key=lambda arrow: -arrow.waited)
-        drawn_arrows = _draw_arrows(figure, [*arrows, *others], places, x)
+        drawn_arrows = _draw_arrows(figure, [*arrows, *others], positions, x)
         axes[-1].set_xlim(0, 1.01 * x(max(times, default=1.0)))
         axes[-1].set_xlabel(
             "order of events: on the CPU backend their times mean nothing" if timing else unit
@@ -176,8 +176,8 @@ def _ranks(trace: _Trace, *, is_timed: bool) -> list[int]:
             and "links" not in name
             and name.startswith("simulated") == is_simulated
         ]
-        most = 1 if is_simulated and chosen else _MOST_RANKS
-        chosen += of_timeline[:most]
+        most_ranks = 1 if is_simulated and chosen else _MOST_RANKS
+        chosen += of_timeline[:most_ranks]
     return chosen
 
 
@@ -273,14 +273,14 @@ def _draw_links(
     axis: Any, trace: _Trace, pid: int, links: Sequence[str], x: Callable[[float], float]
 ) -> None:
     """Draw the bytes in flight on each link."""
-    most = max(size for link in links for _, size in trace.flights[pid, link]) or 1
+    most_bytes = max(size for link in links for _, size in trace.flights[pid, link]) or 1
     for row, link in enumerate(links):
         points = [(0.0, 0.0), *trace.flights[pid, link]]
         low = row + 0.4
         axis.fill_between(
             [x(time) for time, _ in points],
             low,
-            [low - 0.8 * size / most for _, size in points],
+            [low - 0.8 * size / most_bytes for _, size in points],
             step="post",
             color=_LINK,
             linewidth=0,
@@ -288,7 +288,7 @@ def _draw_links(
         axis.axhline(low, color="#BBBBBB", linewidth=0.5)
     axis.set_yticks(range(len(links)), links, fontsize=8)
     axis.set_ylim(len(links) - 0.4, -0.6)
-    title = f"{trace.processes[pid]}: bytes in flight, at most {format_bytes(most)}"
+    title = f"{trace.processes[pid]}: bytes in flight, at most {format_bytes(most_bytes)}"
     axis.set_title(title, loc="left", fontsize=9)
     _clean(axis)
 

@@ -62,9 +62,9 @@ def _shares(work: Work) -> Iterator[str]:
     for span in work.spans:
         total[span.place.rank][span.activity] += span.duration_ns
     for rank, by_activity in sorted(total.items()):
-        whole = sum(by_activity.values())
+        total_ns = sum(by_activity.values())
         shares = ", ".join(
-            f"{activity} {by_activity[activity] / whole:.0%}" for activity in ACTIVITIES
+            f"{activity} {by_activity[activity] / total_ns:.0%}" for activity in ACTIVITIES
         )
         yield f"rank {rank}: {shares}"
 
@@ -85,15 +85,15 @@ def _links(work: Work) -> Iterator[str]:
 def _path(work: Work) -> Iterator[str]:
     """Yield what the critical path consists of, and its longest steps."""
     steps = critical_path(work)
-    whole = sum(step.duration_ns for step in steps)
-    if not whole:
+    total_ns = sum(step.duration_ns for step in steps)
+    if not total_ns:
         return
     shares: dict[str, float] = defaultdict(float)
     for step in steps:
         shares[step.activity] += step.duration_ns
     parts = sorted(shares.items(), key=lambda part: -part[1])
-    text = ", ".join(f"{activity} {duration / whole:.0%}" for activity, duration in parts)
-    yield f"critical path, {format_ns(whole)}: {text}"
+    text = ", ".join(f"{activity} {duration / total_ns:.0%}" for activity, duration in parts)
+    yield f"critical path, {format_ns(total_ns)}: {text}"
     for step in sorted(steps, key=lambda step: -step.duration_ns)[:3]:
         yield f"  {_words(step)}"
 
@@ -122,8 +122,8 @@ def _slowest(work: Work) -> Iterator[str]:
     ranks = sorted(waited, key=lambda rank: -waited[rank])
     times = ", ".join(f"rank {rank} {format_ns(waited[rank])}" for rank in ranks)
     yield f"programs have waited, in sum, for what another rank had not sent yet: {times}"
-    slowest, *rest = ranks
-    if rest and waited[slowest] < _MUCH * waited[rest[0]]:
+    slowest, *faster = ranks
+    if faster and waited[slowest] < _MUCH * waited[faster[0]]:
         return
     yield f"slowest: rank {slowest}"
     firsts: dict[int, float] = {}
@@ -145,9 +145,9 @@ def _slowest(work: Work) -> Iterator[str]:
         )
     medians = {rank: statistics.median(times) for rank, times in tiles.items()}
     if slowest in medians and len(medians) > 1:
-        other = statistics.median(medians[rank] for rank in medians if rank != slowest)
+        median = statistics.median(medians[rank] for rank in medians if rank != slowest)
         yield (
-            f"  a tile takes it {format_ns(medians[slowest])}, and the others {format_ns(other)}"
+            f"  a tile takes it {format_ns(medians[slowest])}, and the others {format_ns(median)}"
         )
 
 

@@ -173,8 +173,8 @@ class Choice(Generic[Config]):
         if implementation.config_type is None:
             return dataclasses.replace(self, config=type(self.config).parse(text))
         kind: Any = implementation.config_type
-        own = {implementation.name: kind.parse(text)}
-        return dataclasses.replace(self, configs={**self.configs, **own})
+        parsed = {implementation.name: kind.parse(text)}
+        return dataclasses.replace(self, configs={**self.configs, **parsed})
 
     def accepted(
         self, operator: Operator, terms: Any, lacking: Mapping[str, str] = MappingProxyType({})
@@ -200,12 +200,13 @@ def configured(operator: Operator, text: str) -> Implementation:
     """Return the implementation whose configuration a text is: one with a configuration of its own
     that has these fields, or else the operator's own kernel.
     """
-    first, *others = operator.implementations
-    own: list[tuple[Implementation, Any]] = [
-        (implementation, implementation.config_type) for implementation in others
+    first, *later = operator.implementations
+    kinds: list[tuple[Implementation, Any]] = [
+        (implementation, implementation.config_type) for implementation in later
     ]
     return next(
-        (implementation for implementation, kind in own if kind and kind.has_fields_of(text)), first
+        (implementation for implementation, kind in kinds if kind and kind.has_fields_of(text)),
+        first,
     )
 
 

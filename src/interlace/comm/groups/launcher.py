@@ -228,10 +228,10 @@ def _require_results(processes: mp.ProcessContext, folder: Path) -> None:
 def _leave_error(error: Exception, file: Path) -> None:
     """Leave the error of a rank for :func:`_error_of`."""
     lines = "".join(traceback.format_exception_only(error)).splitlines()
-    line, *others = (line for line in lines if not line.startswith(" "))  # others quote code
+    line, *continued = (line for line in lines if not line.startswith(" "))  # others quote code
     # PyTorch's error of a state dict says in its further lines what is wrong.
     if line.endswith(":"):
-        line = " ".join([line, *(other.strip() for other in others if other.strip())])
+        line = " ".join([line, *(other.strip() for other in continued if other.strip())])
     try:
         pickled = pickle.dumps(error)
     except Exception:  # errors may hold anything

@@ -68,8 +68,8 @@ def share_profile(members: Members, exchange: Exchange) -> None:
     """
     if _may_measure(members):
         gpu = torch.cuda.get_device_name(members.device)
-        own = own_profile(gpu)
-        own_text = settled_text(members.device) if own is None else text_of(own)
+        profile = own_profile(gpu)
+        own_text = settled_text(members.device) if profile is None else text_of(profile)
         answers = exchange("joining a group", [gpu, own_text])
         known = next((text for name, text in answers if name == gpu and text), None)
         if known is not None:
@@ -180,8 +180,8 @@ def _measured_once(group: Group, label: str, name: str, measure: Callable[[], An
     """
     text = _of_rank_0(group, label, lambda: published(name))
     if text is None:
-        own = json.dumps(measure())
-        text = _of_rank_0(group, label, lambda: publish(name, own))
+        rates = json.dumps(measure())
+        text = _of_rank_0(group, label, lambda: publish(name, rates))
     return json.loads(text)
 
 

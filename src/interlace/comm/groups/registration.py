@@ -270,8 +270,8 @@ def _recorder(
     one, as it looks into none.
     """
     lists = [
-        place
-        for place, argument in enumerate(operator._schema.arguments)
+        index
+        for index, argument in enumerate(operator._schema.arguments)
         if is_tensorlist_like_type(argument.type)
     ]
 
@@ -296,7 +296,7 @@ def _recorder(
     Recorded.__name__ = Recorded.__qualname__ = f"Recorded_{operator._opname}"
 
     def record(run: Callable[..., Any], *args: Any) -> Any:
-        lengths = [len(args[place]) for place in lists]
+        lengths = [len(args[index]) for index in lists]
         return Recorded.apply(run, lengths, *_flat(args, lists, lengths))  # type: ignore[no-untyped-call]
 
     return record

@@ -195,8 +195,10 @@ class HostChannel:
                 # This process may end by its error, and the store with it, before the others have
                 # asked, whose deadlines may be later by one.
                 gone = {*self.members.ended_ranks(), late}
-                others = [rank for rank in range(self.members.world_size) if rank not in gone]
-                wait_for_keys(self._store, [f"named/{rank}" for rank in others], self.deadline_s)
+                candidates = [rank for rank in range(self.members.world_size) if rank not in gone]
+                wait_for_keys(
+                    self._store, [f"named/{rank}" for rank in candidates], self.deadline_s
+                )
         except Exception:  # the store is gone, with the rank that had it
             self._health.lost_store = True
             late = self.members.store_rank

@@ -58,9 +58,9 @@ class WithinNode:
 
         Collective among all ranks of the group when it must grow.
         """
-        whole = self._group.workspace(operator, half_bytes, signal_count)
+        workspace = self._group.workspace(operator, half_bytes, signal_count)
         part = dataclasses.replace(
-            whole, data=self._part(whole.data), signals=self._part(whole.signals)
+            workspace, data=self._part(workspace.data), signals=self._part(workspace.signals)
         )
         self._workspaces[operator] = part
         return part

@@ -106,11 +106,11 @@ class DeferredCall:
         """
 
         def take(group: Any) -> tuple[Any, ...]:
-            first_tensor, *others = self.take(group)
+            first_tensor, *tensors = self.take(group)
             is_alike = isinstance(first_tensor, torch.Tensor) and (
                 (first_tensor.shape, first_tensor.dtype) == (out.shape, out.dtype)
             )
-            return (out if is_alike else first_tensor, *others)
+            return (out if is_alike else first_tensor, *tensors)
 
         def result(*memory: Any) -> torch.Tensor:
             y: torch.Tensor = self.result(*memory)

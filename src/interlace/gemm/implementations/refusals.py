@@ -44,9 +44,9 @@ def needs(
 
     def refusal(terms: Terms) -> str | None:
         has_gpu = terms.device_type == "cuda"
-        most = most_bytes
+        limit = most_bytes
         if most_parts_bytes is not None:
-            most = most_parts_bytes // terms.world_size
+            limit = most_parts_bytes // terms.world_size
         rules = (
             (has_gpu or not gpu, "a GPU"),
             # Without a GPU PyTorch's operators need not be looked for, which imports a lot.
@@ -64,8 +64,8 @@ def needs(
                 f"a result whose size is a multiple of {multiple_bytes} bytes",
             ),
             (
-                most is None or terms.result_bytes <= most,
-                f"a result of at most {(most or 0) / 2**20:.3g} MiB",
+                limit is None or terms.result_bytes <= limit,
+                f"a result of at most {(limit or 0) / 2**20:.3g} MiB",
             ),
         )
         return " and ".join(rule for holds, rule in rules if not holds) or None

@@ -210,10 +210,10 @@ class _Sums:
         """Return memory for the sums, in ``count`` slices each. Collective when it must grow."""
         columns = levels.call.operands.columns
         share, peers = len(x) // levels.call.group.world_size, levels.peers.values()
-        own = x.new_empty([share, columns])
+        own_rows = x.new_empty([share, columns])
         levels.reserve(levels.within.world_size * share, columns * x.element_size())
-        sent, arriving = ({peer: torch.empty_like(own) for peer in peers} for _ in range(2))
-        return _Sums(levels, count, x, own, sent, arriving)
+        sent, arriving = ({peer: torch.empty_like(own_rows) for peer in peers} for _ in range(2))
+        return _Sums(levels, count, x, own_rows, sent, arriving)
 
     @property
     def memory(self) -> tuple[torch.Tensor, ...]:

@@ -150,7 +150,7 @@ def prepare(
     inner, columns = operands.w.shape[1], operands.columns
     workspace = group.workspace(*_signals(call))
     counts = call.column_counts
-    place = sum(counts[:me])
+    first_column = sum(counts[:me])
     routes = [(sum(rows[:rank]), rows[rank], 0) for rank in range(ranks)]
     descriptors = launch.moves_tiles(group.device)
     # The product's operands are the gathered rows.
@@ -184,7 +184,7 @@ def prepare(
         "most_rows": max(rows),
         "own_rows": rows[me],
         "own_columns": counts[me],
-        "place": place,
+        "place": first_column,
         "cells": gathered.numel() if call.gather and ranks > 1 else 0,
         "N": columns,
         "K": inner,
@@ -204,7 +204,7 @@ def prepare(
             **shared,
             "SENDERS": senders,
             # The kernel takes these numbers as they come, so Triton does not look at them.
-            "FACTOR": math.gcd(16, counts[me], place, stride, gathered_stride),
+            "FACTOR": math.gcd(16, counts[me], first_column, stride, gathered_stride),
             **_MOVED,
         },
         (operands, gathered, y),

@@ -80,8 +80,8 @@ class Cut:
 
     def nbytes(self, source: int, destination: int, number: int) -> int:
         """Return the bytes of a slice with its stamp; 0 if it has no vectors and is not sent."""
-        first, most = self.samples(number)
-        rows = min(most, self.layout.samples(destination) - first)
+        first, most_samples = self.samples(number)
+        rows = min(most_samples, self.layout.samples(destination) - first)
         if rows <= 0 or not self.layout.rank_columns[source]:
             return 0
         return self._padded(rows, source) + _STAMP_BYTES

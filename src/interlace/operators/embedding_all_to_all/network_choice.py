@@ -131,7 +131,7 @@ def times_between_nodes(sizes: LookupSizes, device: torch.device) -> NetworkTime
         output_itemsize=output_itemsize,
         node_of_rank=node_of_rank,
     )
-    whole = stock_between_nodes(
+    unsliced = stock_between_nodes(
         rank=rank,
         widths=widths,
         batch=layout.batch,
@@ -140,8 +140,8 @@ def times_between_nodes(sizes: LookupSizes, device: torch.device) -> NetworkTime
     )
     stock_us = stock_pooling_us(memory_bytes, launch_us, rate, itemsize)
     predictions = {
-        "pooled": one_after_the_other(network, our_us, whole, rate),
-        "unfused": one_after_the_other(network, stock_us, whole, rate),
+        "pooled": one_after_the_other(network, our_us, unsliced, rate),
+        "unfused": one_after_the_other(network, stock_us, unsliced, rate),
     }
     if layout.world_size <= MAX_RANKS:
         predictions["fused"] = first_of_the_best(

@@ -173,9 +173,13 @@ class EmbeddingAllToAll(Operator):
         )
         if nodes > 1:
             # Other ranks' tables are not known here; they are taken to be like this rank's.
-            own = tuple(weight.shape[1] for weight in weights)
+            own_widths = tuple(weight.shape[1] for weight in weights)
             sizes = network_choice.LookupSizes(
-                Layout((own,) * world_size, batch), lookups, dtype.itemsize, dtype.itemsize, nodes
+                Layout((own_widths,) * world_size, batch),
+                lookups,
+                dtype.itemsize,
+                dtype.itemsize,
+                nodes,
             )
             times = network_choice.times_between_nodes(sizes, indices.device)
             is_measured = known_network(indices.device) is not None

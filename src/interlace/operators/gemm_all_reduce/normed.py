@@ -150,10 +150,10 @@ def _choose(**call: Any) -> Choice[Any]:
     # Its own configuration belongs to the tiles of a GEMM, which nothing here has.
     choice = choose_product(GemmAllReduceNorm.name, GemmConfig, default=default, **call)
     times_us = {name: us for name, us in choice.times_us.items() if name in ("fused", "pushed")}
-    other = min(times_us, key=times_us.__getitem__, default=choice.impl)
-    other_us = times_us.get(other, math.inf)
+    alternative = min(times_us, key=times_us.__getitem__, default=choice.impl)
+    other_us = times_us.get(alternative, math.inf)
     if choice.impl == "gemm" and other_us - choice.times_us["gemm"] < _LEAST_GAIN_US:
-        choice = dataclasses.replace(choice, impl=other)
+        choice = dataclasses.replace(choice, impl=alternative)
     return dataclasses.replace(choice, config=config)
 
 
@@ -186,9 +186,9 @@ def _run(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, *arguments
         results = None
         if group is not None:
             form, addresses = known
-            others = [arguments[place] for place in _TENSORS]
+            tensors = [arguments[place] for place in _TENSORS]
             results = (
-                group.recall_form(form, None, x, w, bias, *others)
+                group.recall_form(form, None, x, w, bias, *tensors)
                 if addresses is None
                 else group.recall(known)
             )
@@ -241,14 +241,14 @@ def _known_call(
         key += (address % 16 for address in addresses)
     if x_scale is not None and w_scale is not None:
         key += (x_scale.shape, x_scale.stride(), w_scale.shape)
-    for other in (bias, residual, norm_weight, norm_bias, scale, w_scale):
-        if other is None:
+    for tensor in (bias, residual, norm_weight, norm_bias, scale, w_scale):
+        if tensor is None:
             key.append(None)
-        elif not other.is_contiguous():
+        elif not tensor.is_contiguous():
             return None
         else:
-            width, address = other.shape[-1] if other.dim() else 0, other.data_ptr()
-            key += (width, other.dim(), other.dtype, other.get_device(), address % 16)
+            width, address = tensor.shape[-1] if tensor.dim() else 0, tensor.data_ptr()
+            key += (width, tensor.dim(), tensor.dtype, tensor.get_device(), address % 16)
             addresses.append(address)
     if x_scale is not None:
         in_blocks = x_scale.dim() == 2 and x_scale.shape[1] > 1
@@ -306,8 +306,8 @@ def call_normed(
         "x_scale": x_scale,
         "w_scale": w_scale,
     }
-    given = {name: tensor for name, tensor in optional.items() if tensor is not None}
-    for name, tensor in {"x": x, "w": w, **given}.items():
+    tensors = {name: tensor for name, tensor in optional.items() if tensor is not None}
+    for name, tensor in {"x": x, "w": w, **tensors}.items():
         require_tensor(f"{_NAME}: {name}", tensor)
         require_device(f"{_NAME}: {name}", tensor, "x", x.device)
     # What the schema has no place for would be PyTorch's error.

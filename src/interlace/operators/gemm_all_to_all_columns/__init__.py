@@ -338,10 +338,10 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     if needs_columns:
         columns = returned
         if not is_in_order:
-            columns, place = returned.new_zeros(ctx.rows, ctx.columns), 0
+            columns, start = returned.new_zeros(ctx.rows, ctx.columns), 0
             for first, end in sent:
-                columns[:, first:end] += returned[:, place : place + end - first]
-                place += end - first
+                columns[:, first:end] += returned[:, start : start + end - first]
+                start += end - first
         grad_w = columns.T @ x if needs_w else None
         grad_bias = columns.sum(0) if needs_bias and ctx.has_bias else None
     return grad_x if needs_x else None, grad_w, grad_bias, *[None] * _OTHERS

@@ -19,12 +19,12 @@ def gemm_all_to_all_columns(call: SequenceCall) -> torch.Tensor:
     parts = [torch.cat([y[:, a:b] for a, b in ranges] or [y[:, :0]], 1) for ranges in call.columns]
     if is_alone(call.process_group):
         return parts[0]
-    own = parts[call.group.rank].shape[1]
-    received = y.new_empty(sum(call.rows), own)
+    own_columns = parts[call.group.rank].shape[1]
+    received = y.new_empty(sum(call.rows), own_columns)
     dist.all_to_all_single(
         received.view(-1),
         torch.cat([part.reshape(-1) for part in parts]),
-        [rows * own for rows in call.rows],
+        [rows * own_columns for rows in call.rows],
         [part.numel() for part in parts],
         group=call.process_group,
     )

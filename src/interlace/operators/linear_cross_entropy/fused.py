@@ -44,8 +44,12 @@ def chunk_rows(rows: int, columns: int, itemsize: int) -> int:
         columns: Rows of w on one rank.
         itemsize: Bytes of a logit.
     """
-    most = max(_MOST_LOGITS_BYTES // (columns * itemsize), _ROW_MULTIPLE)
-    return round_up(ceil_div(rows, ceil_div(rows, most)), _ROW_MULTIPLE) if rows else _ROW_MULTIPLE
+    most_rows = max(_MOST_LOGITS_BYTES // (columns * itemsize), _ROW_MULTIPLE)
+    return (
+        round_up(ceil_div(rows, ceil_div(rows, most_rows)), _ROW_MULTIPLE)
+        if rows
+        else _ROW_MULTIPLE
+    )
 
 
 def _size(rows: int, world_size: int) -> WorkspaceSize:

@@ -21,10 +21,10 @@ def losses(call: LossCall) -> tuple[torch.Tensor, torch.Tensor, LossGradients]:
     targets = call.target.long()
     is_counted = targets != call.options.ignore_index
     is_valid = (targets >= 0) & (targets < call.options.vocabulary)
-    own = targets - call.shard.first
-    is_here = (own >= 0) & (own < logits.shape[1])
-    place = torch.where(is_here, own, 0)[:, None]
-    chosen = torch.where(is_here, logits.gather(1, place)[:, 0], 0.0)
+    own_targets = targets - call.shard.first
+    is_here = (own_targets >= 0) & (own_targets < logits.shape[1])
+    index = torch.where(is_here, own_targets, 0)[:, None]
+    chosen = torch.where(is_here, logits.gather(1, index)[:, 0], 0.0)
     sums = torch.stack([chosen, logits.sum(1)])
     _reduce(call, sums, dist.ReduceOp.SUM)
     smoothing, vocabulary = call.options.label_smoothing, call.options.vocabulary
@@ -80,9 +80,9 @@ def _gradients(
     scale = torch.where(is_valid, call.scale.expand_as(log_sum), float("nan"))
     grad = probabilities * (1 + 2 * call.options.z_loss * log_sum)[:, None]
     grad -= smoothing / call.options.vocabulary
-    own = targets - call.shard.first
-    columns = torch.arange(probabilities.shape[1], device=own.device)
-    grad = torch.where(columns == own[:, None], grad - (1 - smoothing), grad)
+    own_targets = targets - call.shard.first
+    columns = torch.arange(probabilities.shape[1], device=own_targets.device)
+    grad = torch.where(columns == own_targets[:, None], grad - (1 - smoothing), grad)
     is_counted = targets != call.options.ignore_index
     grad = torch.where(is_counted[:, None], grad * scale[:, None], 0.0).to(x.dtype)
     return LossGradients(
@@ -102,8 +102,8 @@ def _of_x(call: LossCall, part: torch.Tensor) -> torch.Tensor:
 
 def _padded(call: LossCall, grad: torch.Tensor) -> torch.Tensor:
     """Return a gradient with rows of 0 for those of w that are behind the vocabulary."""
-    rest = len(call.w) - len(grad)
-    return torch.cat([grad, grad.new_zeros(rest, *grad.shape[1:])]) if rest else grad
+    padding = len(call.w) - len(grad)
+    return torch.cat([grad, grad.new_zeros(padding, *grad.shape[1:])]) if padding else grad
 
 
 def _reduce(call: LossCall, values: torch.Tensor, how: dist.ReduceOp.RedOpType) -> None:

@@ -120,10 +120,10 @@ def _fake_backward(grad: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, .
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     ctx.others = inputs[_TENSORS:]
-    _, *rest = output
-    ctx.mark_non_differentiable(*rest)
+    _, *saved = output
+    ctx.mark_non_differentiable(*saved)
     ctx.set_materialize_grads(False)
-    log_sums, *computed = rest
+    log_sums, *computed = saved
     if Options(*ctx.others[:-3]).reduction == "none":
         ctx.save_for_backward(*inputs[:_TENSORS], log_sums)
     else:

@@ -17,6 +17,6 @@ def choose(call: TopKCall) -> tuple[torch.Tensor, torch.Tensor]:
     share = call.shard.per_rank
     logits = F.pad(logits[:, : call.shard.columns], (0, share - call.shard.columns))
     gathered = gather_rows(logits, [rows] * ranks, call.process_group)
-    whole = gathered.view(ranks, rows, share).transpose(0, 1).reshape(rows, ranks * share)
-    values, columns = whole[:, : call.vocabulary].topk(call.k, 1)
+    logits_of_all = gathered.view(ranks, rows, share).transpose(0, 1).reshape(rows, ranks * share)
+    values, columns = logits_of_all[:, : call.vocabulary].topk(call.k, 1)
     return values.float(), columns

@@ -77,20 +77,20 @@ def _decode_config(call: ExpertsCall) -> MixtureOfExpertsConfig:
     rows = call.tokens * call.world_size * call.top_k / call.experts
     # Nearly all experts have at most two standard deviations more rows than the mean; a second tile
     # of rows would read the weights again, though from the L2.
-    most = rows + 2 * math.sqrt(rows)
+    most_rows = rows + 2 * math.sqrt(rows)
     if call.itemsize == 4:
         return MixtureOfExpertsConfig(
             block_m=16, block_n=64, block_k=32, num_warps=4, push_programs=64
         )
-    if most > 32:
+    if most_rows > 32:
         # Long pipelines of one program per processor are worth their ramp if K is long; else short
         # ones of three (decision 0022). There, a tail keeps all but a few experts at one tile.
         tiles = (64, 128, 64, 4, 3, 0)
         if min(call.hidden, call.ffn) >= _CALM:
             tiles = (
-                (64, 128, 128, 8, 4, 0) if most <= 64
-                else (64, 128, 128, 8, 4, 32) if most <= 96
-                else (128, 128, 64, 8, 6, 32) if most <= 160
+                (64, 128, 128, 8, 4, 0) if most_rows <= 64
+                else (64, 128, 128, 8, 4, 32) if most_rows <= 96
+                else (128, 128, 64, 8, 6, 32) if most_rows <= 160
                 else (128, 256, 64, 8, 4, 0)
             )  # fmt: skip
         block_m, block_n, block_k, warps, stages, tail = tiles
@@ -99,7 +99,7 @@ def _decode_config(call: ExpertsCall) -> MixtureOfExpertsConfig:
             push_programs=64, tail=tail,
         )  # fmt: skip
     return MixtureOfExpertsConfig(
-        block_m=16 if most <= 16 else 32,
+        block_m=16 if most_rows <= 16 else 32,
         block_n=64,
         block_k=128,
         num_warps=4,

@@ -107,8 +107,8 @@ def columns(hidden: int) -> int:
 def senders(tokens: int, hidden: int, config: MixtureOfExpertsConfig) -> int:
     """Return the number of programs that send tokens, a power of two."""
     pieces = next_power_of_2(max(1, tokens * ceil_div(hidden, columns(hidden))))
-    most = min(SENDERS, config.push_programs)
-    return min(pieces, 1 << (most.bit_length() - 1))
+    most_programs = min(SENDERS, config.push_programs)
+    return min(pieces, 1 << (most_programs.bit_length() - 1))
 
 
 def _stage_bytes(config: MixtureOfExpertsConfig, itemsize: int) -> int:

@@ -56,13 +56,16 @@ class TopKCase(Case):
 
     def tensors(self, rank: int, ranks: int, seed: int) -> Tensors:
         source, shared, dtype = generator(seed, rank), generator(seed, -1), DTYPES[self.dtype]
-        total, own = ranks * self.columns, slice(rank * self.columns, (rank + 1) * self.columns)
+        total, own_columns = (
+            ranks * self.columns,
+            slice(rank * self.columns, (rank + 1) * self.columns),
+        )
         # Half of the logits are below 0, and a row may turn them all around.
         order = torch.randperm(total, generator=shared).float() - total // 2
         x = torch.zeros(self.rows, self.hidden)
         x[:, 0] = torch.randint(0, 2, (self.rows,), generator=shared) * 2.0 - 1
         w = whole_numbers(source, (self.columns, self.hidden), 3)
-        w[:, 0] = order[own]
+        w[:, 0] = order[own_columns]
         if rank == ranks - 1:
             w[-1, 0] = total  # the padding's, which would be chosen by many rows
         tensors = {"x": x.to(dtype), "w": w.to(dtype)}

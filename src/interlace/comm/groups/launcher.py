@@ -231,7 +231,7 @@ def _leave_error(error: Exception, file: Path) -> None:
     line, *continued = (line for line in lines if not line.startswith(" "))  # others quote code
     # PyTorch's error of a state dict says in its further lines what is wrong.
     if line.endswith(":"):
-        line = " ".join([line, *(other.strip() for other in continued if other.strip())])
+        line = " ".join([line, *(text.strip() for text in continued if text.strip())])
     try:
         pickled = pickle.dumps(error)
     except Exception:  # errors may hold anything

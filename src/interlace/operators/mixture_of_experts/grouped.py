@@ -244,7 +244,7 @@ def gradients_of_parameters(
     slots = slots[order]
     tokens = slots // sizes.top_k
     # Rows that did not arrive are no expert's.
-    padding = 0 * routing.sum()
+    nan_if_missing = 0 * routing.sum()
 
     def grouped(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         """Return each expert's ``left.T @ right``."""
@@ -255,14 +255,14 @@ def gradients_of_parameters(
     if wants_in or wants_b_in:
         inner = passed.inner[order]
     if wants_in:
-        rows = x[tokens].add_(padding)
+        rows = x[tokens].add_(nan_if_missing)
         pair = (inner, rows) if layout.order_of(call.w_in).along_k else (rows, inner)
         gradients[0] = call.parameters.arranged(0, grouped(*pair))
     if wants_b_in:
-        ones = inner.new_ones(len(inner), _LEAST_ROWS).add_(padding)
+        ones = inner.new_ones(len(inner), _LEAST_ROWS).add_(nan_if_missing)
         gradients[2] = call.parameters.arranged(2, grouped(ones, inner)[:, 0].contiguous())
     if wants_out or wants_b_out:
-        upstream = grad[tokens].add_(padding)
+        upstream = grad[tokens].add_(nan_if_missing)
     if wants_out:
         scaled = passed.scaled[order]
         pair = (upstream, scaled) if layout.order_of(call.w_out).along_k else (scaled, upstream)

@@ -127,11 +127,11 @@ def every(operator: str, impl: str, ranks: int) -> list[SequenceCase]:
 
 def draw(operator: str, impl: str, ranks: int, source: random.Random, large: bool) -> SequenceCase:
     """Return a random call; ``large`` allows one with many rows."""
-    head, columns, dtype, bias, is_uneven = source.choice(_KINDS)
+    head, other_size, dtype, bias, is_uneven = source.choice(_KINDS)
     splits = _uneven(source, ranks) if is_uneven else None
     rows = 512 if large and source.random() < 0.1 else source.choice(_ROWS)
     backward = source.random() < 0.4
-    return SequenceCase(operator, impl, dtype, backward, rows, head, columns, bias, splits)
+    return SequenceCase(operator, impl, dtype, backward, rows, head, other_size, bias, splits)
 
 
 def _uneven(source: random.Random, ranks: int) -> tuple[int, ...]:

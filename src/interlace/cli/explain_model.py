@@ -172,13 +172,13 @@ def _print_step(console: Console, title: str, step: StepTime) -> None:
         *parts, "PyTorch us", "auto us", "ratio", "by", "basis",
         left=(*parts, "by", "basis"), title=f"{title}, {size}",
     )  # fmt: skip
-    for each in step.calls:
-        pair = "unknown" if each.pair_us is None else format_number(each.pair_us)
-        us = pair, format_number(each.auto_us)
-        ratio = f"{each.auto_us / each.without_us:.2f}" if each.operator else ""
-        called = each.operator or "product"
-        table.add_row(each.part, called, each.sizes, *us, ratio, each.impl, each.basis)
-        if each.part == "qkv":
+    for call in step.calls:
+        pair = "unknown" if call.pair_us is None else format_number(call.pair_us)
+        us = pair, format_number(call.auto_us)
+        ratio = f"{call.auto_us / call.without_us:.2f}" if call.operator else ""
+        called = call.operator or "product"
+        table.add_row(call.part, called, call.sizes, *us, ratio, call.impl, call.basis)
+        if call.part == "qkv":
             table.add_row("attention", "not counted")
     without, auto = step.layer_us
     sums = {"layer": 1, f"{step.layers} layers": step.layers}

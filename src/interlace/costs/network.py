@@ -329,17 +329,18 @@ def best_in_slices(
 
 
 def best_number_of_slices(
-    predict: Callable[[int], Prediction], most: int = MOST_SLICES
+    predict: Callable[[int], Prediction], most_slices: int = MOST_SLICES
 ) -> Prediction:
     """Return the prediction with the number of slices, a power of two, that takes least time, or
     hardly more with fewer slices.
 
     Args:
         predict: Function from a number of slices to the prediction.
-        most: Largest number of slices.
+        most_slices: Largest number of slices.
     """
     numbers = itertools.takewhile(
-        lambda slices: slices <= min(most, MOST_SLICES), (1 << power for power in itertools.count())
+        lambda slices: slices <= min(most_slices, MOST_SLICES),
+        (1 << power for power in itertools.count()),
     )
     return first_of_the_best([predict(slices) for slices in numbers])
 

@@ -195,7 +195,7 @@ class Measured(NamedTuple):
         """Return the candidates for a call of this kind: the fastest first, and those that were not
         measured last.
         """
-        positions = {name: place for place, name in enumerate(self.times_us(predicted_us))}
+        positions = {name: position for position, name in enumerate(self.times_us(predicted_us))}
         return tuple(sorted(candidates, key=lambda each: positions.get(each.name, len(positions))))
 
 

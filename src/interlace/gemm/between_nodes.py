@@ -88,10 +88,12 @@ def predicted_times(
     predictions: dict[str, Prediction] = {}
     # Costs of other computations have other sizes.
     is_product = declared is not None and declared.computation == "GEMM"
-    for each in operator_named(operator).implementations if is_product else ():
-        prediction = _predicted(profile, operator, each, call, even_nodes(call.world_size, nodes))
+    for implementation in operator_named(operator).implementations if is_product else ():
+        prediction = _predicted(
+            profile, operator, implementation, call, even_nodes(call.world_size, nodes)
+        )
         if prediction is not None:
-            predictions[each.name] = prediction
+            predictions[implementation.name] = prediction
     margin = profile.network.margin(profile.margin)
     return NetworkTimes(profile.network.network, predictions, margin)
 

@@ -259,12 +259,12 @@ def _keep_what_fits(call: GemmCall, decision: Decision) -> None:
         WorkspaceError: None is left, as the caller has asked for one.
     """
     refused = {}
-    for index, each in enumerate(decision.implementations):
-        lack = call.group.shortage(functools.partial(each.reservation, call))
+    for index, implementation in enumerate(decision.implementations):
+        lack = call.group.shortage(functools.partial(implementation.reservation, call))
         if lack is None:
             decision.implementations = decision.implementations[index:]
             return
-        refused[each.name] = lack
+        refused[implementation.name] = lack
     name, lack = next(iter(refused.items()))
     raise WorkspaceError(
         f"{call.operator.name}: impl={name!r} must fit under the group's limit of symmetric "

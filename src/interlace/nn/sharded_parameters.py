@@ -313,14 +313,14 @@ def _foreach_mul(tensors: Any, factor: Any) -> Any:
     return tensors
 
 
-def _check_and_unscale(gradients: Any, found: torch.Tensor, scale: torch.Tensor) -> None:
+def _check_and_unscale(gradients: Any, found_inf: torch.Tensor, scale: torch.Tensor) -> None:
     """Unscale gradients, and let every rank find what is not finite on any."""
     for indices in _kinds(gradients):
         some = [gradients[i] for i in indices]
-        torch._amp_foreach_non_finite_check_and_unscale_(some, found, scale)
+        torch._amp_foreach_non_finite_check_and_unscale_(some, found_inf, scale)
     sharings = {tensor.sharing for tensor in gradients if isinstance(tensor, _Gradient)}
     for sharing in _in_order(sharings):
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=sharing.group)
+        dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=sharing.group)
 
 
 def _kinds(tensors: Iterable[torch.Tensor]) -> Iterable[list[int]]:

@@ -239,14 +239,14 @@ def _draw_rank(
     pid: int,
     keys: Sequence[_Key],
     x: Callable[[float], float],
-    places: dict[_Key, tuple[Any, float]],
+    positions: dict[_Key, tuple[Any, float]],
 ) -> set[str]:
     """Draw a row per program and stream; return the categories that occur."""
     used: set[str] = set()
     labels = []
     kernels = {match["launch"] for key in keys if (match := _ROW.match(trace.names[key]))}
     for row, key in enumerate(keys):
-        places[key] = (axis, row)
+        positions[key] = (axis, row)
         for category, bars in itertools.groupby(
             sorted(trace.bars[key], key=lambda bar: bar.category), key=lambda bar: bar.category
         ):
@@ -301,7 +301,7 @@ def _clean(axis: Any) -> None:
 def _draw_arrows(
     figure: Any,
     arrows: Sequence[_Arrow],
-    places: dict[_Key, tuple[Any, float]],
+    positions: dict[_Key, tuple[Any, float]],
     x: Callable[[float], float],
 ) -> int:
     """Draw arrows between rows that are there, the first ones; return how many."""
@@ -311,7 +311,7 @@ def _draw_arrows(
     distance = 0.01 * max((x(arrow.arrival) for arrow in arrows), default=0.0)
     drawn: list[float] = []
     for arrow in arrows:
-        ends = places.get(arrow.source), places.get(arrow.target)
+        ends = positions.get(arrow.source), positions.get(arrow.target)
         arrival = x(arrow.arrival)
         if not arrow.waited or None in ends or len(drawn) == _MOST_ARROWS:
             continue

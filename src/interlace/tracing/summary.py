@@ -100,8 +100,8 @@ def _path(work: Work) -> Iterator[str]:
 
 def _words(step: PathStep) -> str:
     number = "" if step.number < 0 else f" {step.number}"
-    place = f"rank {step.place.rank}, program {step.place.program}"
-    return f"{format_ns(step.duration_ns)}: {step.activity}{number} ({place})"
+    program = f"rank {step.place.rank}, program {step.place.program}"
+    return f"{format_ns(step.duration_ns)}: {step.activity}{number} ({program})"
 
 
 def _slowest(work: Work) -> Iterator[str]:

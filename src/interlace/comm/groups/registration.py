@@ -323,8 +323,8 @@ def _nested(flat: Sequence[Any], lists: Sequence[int], lengths: Sequence[int]) -
     if not lists:
         return tuple(flat)
     args = list(flat)
-    for place, length in zip(lists, lengths, strict=True):
-        args[place : place + length] = [args[place : place + length]]
+    for index, length in zip(lists, lengths, strict=True):
+        args[index : index + length] = [args[index : index + length]]
     return tuple(args)
 
 
@@ -333,11 +333,11 @@ def _flat(args: Sequence[Any], lists: Sequence[int], lengths: Sequence[int]) -> 
     if not lists:
         return list(args)
     flat: list[Any] = []
-    for place, value in enumerate(args):
-        if place not in lists:
+    for index, value in enumerate(args):
+        if index not in lists:
             flat.append(value)
         else:
-            flat += [None] * lengths[lists.index(place)] if value is None else value
+            flat += [None] * lengths[lists.index(index)] if value is None else value
     return flat
 
 

@@ -250,9 +250,9 @@ class SymmetricMemory:
             if held is None or not held.suffices(size.half_bytes, size.signal_count):
                 total += _grown(size, held).nbytes(granularity)
         kept = {key for _, key in self.mapped}
-        for each in reservation.mapped:
-            if each.key not in kept:
-                total += each.pieces * round_up(each.nbytes, granularity)
+        for mapped in reservation.mapped:
+            if mapped.key not in kept:
+                total += mapped.pieces * round_up(mapped.nbytes, granularity)
         if reservation.output_bytes:
             total += round_up(self.outputs.missing(reservation.output_bytes), granularity)
         return total

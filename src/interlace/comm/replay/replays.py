@@ -75,9 +75,9 @@ def library_settings() -> tuple[Hashable, ...]:
     )
 
 
-def _drop_oldest(kept: dict[Hashable, Any], most: int) -> None:
+def _drop_oldest(kept: dict[Hashable, Any], limit: int) -> None:
     """Make room for one more entry among ``most``."""
-    if len(kept) >= most:
+    if len(kept) >= limit:
         del kept[next(iter(kept))]
 
 
@@ -225,7 +225,7 @@ class Replays:
             # The GPU takes longer for so much than the host to enqueue it.
             enqueue()
             return True
-        key, copied = (work.key, work.where(*memory)), [memory[place] for place in work.copied]
+        key, copied = (work.key, work.where(*memory)), [memory[index] for index in work.copied]
         is_enqueued = self.run(key, enqueue, with_libraries=work.with_libraries, copied=copied)
         if is_enqueued or operands is None or not work.is_of_operands:
             return is_enqueued
@@ -301,7 +301,7 @@ class Replays:
 
     def _place(self, work: DeferredCall, memory: tuple[Any, ...]) -> Hashable:
         """Return what a graph of some work depends on beside the work's key."""
-        copied = [memory[place] for place in work.copied]
+        copied = [memory[index] for index in work.copied]
         return self._key(work.where(*memory), work.with_libraries, copied)
 
     def record(self, enqueue: Callable[[], object]) -> torch.cuda.CUDAGraph:

@@ -82,7 +82,7 @@ def kept_reservation(call: GemmCall, output: KeptOutput) -> Reservation | None:
 
 
 def run_into_output(
-    given: GemmCall,
+    original: GemmCall,
     output: KeptOutput,
     arguments: Callable[[Operands], tuple[object, ...]] = lambda operands: (operands,),
 ) -> DeferredCall | None:
@@ -94,7 +94,7 @@ def run_into_output(
     none for new sizes once as many as a group keeps are in use.
 
     Args:
-        given: The call. X is copied if its rows are not contiguous.
+        original: The call. X is copied if its rows are not contiguous.
         arguments: Returns what the producer is called with, of the operands.
 
     Raises:
@@ -103,7 +103,7 @@ def run_into_output(
         BackendError: The caller has asked for it, and the driver cannot map memory or let copies
             wait.
     """
-    call = given.with_operands(given.operands.with_contiguous_rows())
+    call = original.with_operands(original.operands.with_contiguous_rows())
     product = _kept_output(output, call, replace=call.is_explicit)
     if product is None:
         return None
@@ -132,7 +132,7 @@ def run_into_output(
         where=functools.partial(_place, reference),
         replayed=functools.partial(_advance, reference, output.key),
         # The graph reads a copy that every call makes anew.
-        is_of_operands=call is given,
+        is_of_operands=call is original,
     )
 
 

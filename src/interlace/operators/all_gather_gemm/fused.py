@@ -96,9 +96,9 @@ the workspace must grow, so it comes before anything is enqueued.
 """
 
 
-def _gather_and_multiply(given: GemmCall, impl: str, prepare: Prepare) -> DeferredCall | Pair:
+def _gather_and_multiply(original: GemmCall, impl: str, prepare: Prepare) -> DeferredCall | Pair:
     """Return the work of gathering x and multiplying it."""
-    call = laid_out(given.with_operands(given.operands.with_contiguous_rows()))
+    call = laid_out(original.with_operands(original.operands.with_contiguous_rows()))
     call = call.with_operands(_with_scales_of_rows(call.operands))
     operands, group, rows = call.operands, call.group, call.rows.by_rank
     if group.world_size == 1:
@@ -123,7 +123,7 @@ def _gather_and_multiply(given: GemmCall, impl: str, prepare: Prepare) -> Deferr
         # Copy engines know the pages of a copy, not its address, so graphs with copies are kept by
         # the allocation, too.
         copied=(1,) if impl == "chunked" else (),
-        is_of_operands=operands is given.operands,
+        is_of_operands=operands is original.operands,
     )
 
 

@@ -46,7 +46,7 @@ class SeenTensors:
         place_of: dict[int, int] = {}
         self._first = [place_of.setdefault(id(tensor), at) for at, tensor in enumerate(tensors)]
         # Guards take no tensor twice, as a table that several features share stands in a list.
-        distinct = [tensors[place] for place in place_of.values()]
+        distinct = [tensors[index] for index in place_of.values()]
         if len(distinct) == len(tensors):
             self._first = []
         self._addresses = tuple(map(_address, tensors))
@@ -63,7 +63,7 @@ class SeenTensors:
         if self._first:
             if any(tensors[self._first[at]] is not tensor for at, tensor in enumerate(tensors)):
                 return False
-            distinct = [tensors[place] for place in sorted(set(self._first))]
+            distinct = [tensors[index] for index in sorted(set(self._first))]
         # Guards ask about the thread as well: a backward pass need not be within the autocast of
         # its forward pass.
         with past_autograd():

@@ -186,7 +186,7 @@ def _run(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, *arguments
         results = None
         if group is not None:
             form, addresses = known
-            tensors = [arguments[place] for place in _TENSORS]
+            tensors = [arguments[index] for index in _TENSORS]
             results = (
                 group.recall_form(form, None, x, w, bias, *tensors)
                 if addresses is None

@@ -32,7 +32,7 @@ def columns_of_tiles(column_ranges: ColumnRanges, block_n: int, rank: int) -> li
         for number, column in enumerate(range(first, end, block_n)):
             # Each of several owners is the first one of some of the tiles.
             turned = owners[number % len(owners) :] + owners[: number % len(owners)]
-            pairs = [(owner, place + column - first) for owner, place in turned]
+            pairs = [(owner, first_column + column - first) for owner, first_column in turned]
             pairs += [(NO_RANK, 0)] * (most_owners - len(owners))
             entry = (
                 column,
@@ -57,7 +57,11 @@ def _segments(column_ranges: ColumnRanges) -> list[tuple[int, int, list[tuple[in
     segments = []
     for first, end in itertools.pairwise(edges):
         places = [_place(ranges, first) for ranges in column_ranges]
-        owners = [(owner, place) for owner, place in enumerate(places) if place != _NOWHERE]
+        owners = [
+            (owner, first_column)
+            for owner, first_column in enumerate(places)
+            if first_column != _NOWHERE
+        ]
         if owners:
             segments.append((first, end, owners))
     return segments

@@ -57,9 +57,9 @@ def _call(tensors: Any, others: Any, scale: torch.Tensor, *, computes: bool) -> 
     )  # fmt: skip
 
 
-def _results(call: LossCall, found: LossGradients) -> tuple[torch.Tensor, ...]:
+def _results(call: LossCall, gradients: LossGradients) -> tuple[torch.Tensor, ...]:
     """Return gradients as results of an operator, empty where there is none."""
-    return tuple(call.x.new_empty(0) if gradient is None else gradient for gradient in found)
+    return tuple(call.x.new_empty(0) if gradient is None else gradient for gradient in gradients)
 
 
 def _run(*arguments: Any) -> tuple[torch.Tensor, ...]:
@@ -144,13 +144,13 @@ def _backward(ctx: Any, grad: torch.Tensor | None, *_: None) -> tuple[Any, ...]:
     return x, w, None, bias, *[None] * _OTHERS
 
 
-def _multiplied(found: Sequence[torch.Tensor], factor: torch.Tensor) -> list[torch.Tensor]:
+def _multiplied(gradients: Sequence[torch.Tensor], factor: torch.Tensor) -> list[torch.Tensor]:
     """Return the gradients times a factor, in their own memory if nobody needs it again."""
     if not is_unobserved() or _keeps_graph():
-        return [gradient * factor for gradient in found]
-    multiply(LossGradients(*found), factor)
+        return [gradient * factor for gradient in gradients]
+    multiply(LossGradients(*gradients), factor)
     # Autograd copies a tensor that is saved as well, unless it comes as a view.
-    return [gradient.view_as(gradient) for gradient in found]
+    return [gradient.view_as(gradient) for gradient in gradients]
 
 
 register(_library, OPERATOR, _run, _fake, backward=_backward, setup_context=_setup_context)

@@ -224,12 +224,20 @@ def predicted_times(profile: MachineProfile, terms: ExpertTerms) -> dict[str, fl
     that refuse it.
     """
     call, times_us = terms.call, {}
-    for each in operator_named(OPERATOR).implementations:
+    for implementation in operator_named(OPERATOR).implementations:
         time = profile.predict_us(
-            OPERATOR, each.name, call, each.schedule, tile_of(each.name, call)
+            OPERATOR,
+            implementation.name,
+            call,
+            implementation.schedule,
+            tile_of(implementation.name, call),
         )
-        if time is not None and each.refusal(terms) is None and each.is_predictable(terms):
-            times_us[each.name] = time
+        if (
+            time is not None
+            and implementation.refusal(terms) is None
+            and implementation.is_predictable(terms)
+        ):
+            times_us[implementation.name] = time
     return times_us
 
 

@@ -114,7 +114,7 @@ def _enqueue(
         return [part.view(sources, -1, rows.shape[1]) for part in parts]
 
     def by_peer(slices: list[torch.Tensor]) -> Slices:
-        return {peer: [each[at] for each in slices] for at, peer in enumerate(peers)}
+        return {peer: [tensor[at] for tensor in slices] for at, peer in enumerate(peers)}
 
     arrived, found = (
         [sliced(each, len(peers)) for each in kinds] for kinds in (memory.arriving, memory.found)

@@ -122,7 +122,7 @@ def _expert(
 ) -> torch.Tensor:
     """Return the results ``[M, hidden]`` of one expert's ``rows [M, hidden]``."""
     w_in, w_out = parameters.w_in[number], parameters.w_out[number]
-    b_in, b_out = (None if each is None else each[number] for each in parameters[2:])
+    b_in, b_out = (None if parameter is None else parameter[number] for parameter in parameters[2:])
     gates = [
         F.linear(rows, w_in[:, i], None if b_in is None else b_in[:, i])
         for i in range(w_in.shape[1])

@@ -34,8 +34,10 @@ class OperatorCommands(TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """Return the command of that name; operators are looked at last."""
         # `interlace bench table` needs no torch.
-        own = super().get_command(ctx, cmd_name) or _result_commands(str(self.name)).get(cmd_name)
-        return own or operator_commands()[str(self.name)].get(cmd_name)
+        command = super().get_command(ctx, cmd_name) or _result_commands(str(self.name)).get(
+            cmd_name
+        )
+        return command or operator_commands()[str(self.name)].get(cmd_name)
 
 
 @functools.cache

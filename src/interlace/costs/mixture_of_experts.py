@@ -414,8 +414,8 @@ class ExpertsCall:
         if composition is None:
             return None
         tokens = max(1, round(self.tokens * share))
-        some = dataclasses.replace(self, tokens=tokens)
-        parts = some.parts_us(profile, _OPERATOR, "to_all", STOCK_TILE)
+        part = dataclasses.replace(self, tokens=tokens)
+        parts = part.parts_us(profile, _OPERATOR, "to_all", STOCK_TILE)
         parts |= {"link": 0.0, "ramp": 0.0, "longer": parts["product"]}
         return sum(factor * parts[name] for name, factor in composition.items())
 

@@ -205,8 +205,8 @@ class _Survey:
             )
         for name, module in self._model.named_modules() if self._of_own_tokens else ():
             if not isinstance(module, ParallelLinear):
-                own = module.parameters(recurse=False)
-                tied = [value for value in own if id(value) in self._sharded]
+                own_parameters = module.parameters(recurse=False)
+                tied = [value for value in own_parameters if id(value) in self._sharded]
                 self._give_up(tied, f"which {type(module).__name__} {name!r} holds as well")
 
     def _outside(self, module: nn.Module) -> list[nn.Parameter]:

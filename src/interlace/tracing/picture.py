@@ -263,8 +263,8 @@ def _draw_rank(
     axis.set_ylim(len(keys) - 0.4, -0.6)
     count = sum(bool(_ROW.match(name)) for key, name in trace.names.items() if key[0] == pid)
     shown = sum(bool(_ROW.match(trace.names[key])) for key in keys)
-    some = f", {shown} of {count} programs" if shown < count else ""
-    axis.set_title(f"{trace.processes[pid]}{some}", loc="left", fontsize=9)
+    suffix = f", {shown} of {count} programs" if shown < count else ""
+    axis.set_title(f"{trace.processes[pid]}{suffix}", loc="left", fontsize=9)
     _clean(axis)
     return used
 

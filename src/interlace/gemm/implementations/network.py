@@ -242,9 +242,9 @@ def run_all_to_all(call: GemmCall) -> torch.Tensor:
                     multiply_slice(peer, products[peer], number)
                 counters[number : number + 1].add_(1)
                 queue.release(number + 1)
-            own = cut(results[rank], count)
+            own_part = cut(results[rank], count)
             for number in range(count):
-                multiply_slice(rank, own, number)
+                multiply_slice(rank, own_part, number)
 
     run_products(call, count, enqueue, y, *staged.values())
     return y

@@ -238,8 +238,8 @@ class _Sums:
     def sum_own(self) -> None:
         """Multiply and sum within the node what its ranks own, in pieces beside the exchange."""
         slices = self.levels.slices(self.x, self.levels.node, self.count)
-        for rows, own in zip(slices, cut(self.own, self.count), strict=True):
-            self.levels.sum_product(rows, own)
+        for rows, own_slice in zip(slices, cut(self.own, self.count), strict=True):
+            self.levels.sum_product(rows, own_slice)
 
     def arrived(self, queue: StampedQueue) -> Iterator[tuple[torch.Tensor, ...]]:
         """Yield what the nodes have for each slice, in their order, once the slice has arrived."""
@@ -310,8 +310,8 @@ def run_all_gather(call: GemmCall) -> Pair:
             else:
                 own_rows = x[None]
             own_products = levels.slices(y, levels.node, count)
-            own = zip(own_products, cut(own_rows, count, 1), strict=True)
-            for number, (products, rows) in enumerate(own):
+            own_slices = zip(own_products, cut(own_rows, count, 1), strict=True)
+            for number, (products, rows) in enumerate(own_slices):
                 levels.multiply(products, rows, bias)
                 queue.release(number + 2)
             rows_of, products_of = (levels.slices_of_peers(rows, count) for rows in (gathered, y))

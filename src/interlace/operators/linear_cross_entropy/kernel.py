@@ -48,9 +48,9 @@ def losses_of_rows(
         line = logits + _start_of(row, stride)
         target = tl.load(targets + row).to(tl.int64)
         highest, total, plain = _sums_of(line, columns, SMOOTHS, BLOCK)
-        own = target - first
-        is_here = (own >= 0) & (own < columns)
-        chosen = tl.load(line + own, mask=is_here, other=0.0).to(tl.float32)
+        own_target = target - first
+        is_here = (own_target >= 0) & (own_target < columns)
+        chosen = tl.load(line + own_target, mask=is_here, other=0.0).to(tl.float32)
         if WORLD_SIZE > 1:
             told = tl.where(numbers == 0, highest, tl.where(numbers == 1, total, 0.0))
             told = tl.where(numbers == 2, chosen, tl.where(numbers == 3, plain, told))
@@ -83,7 +83,7 @@ def losses_of_rows(
         if GRADIENT:
             factor = tl.load(scale) + loss * 0
             _store_gradient(
-                line, log_sum, own, factor, is_counted, columns, stride, vocabulary, smoothing,
+                line, log_sum, own_target, factor, is_counted, columns, stride, vocabulary, smoothing,
                 z_loss, BLOCK,
             )
     il.clear_old(il.pointer(words, tl.int64), 2 * half, epoch, group)
@@ -179,6 +179,6 @@ def multiply_unless_one(values, factor, count, BLOCK: tl.constexpr):
     if by != 1:
         step = (tl.zeros([], tl.int64) + tl.num_programs(0)) * BLOCK
         for start in range(tl.program_id(0).to(tl.int64) * BLOCK, count, step):
-            places = start + tl.arange(0, BLOCK)
-            value = tl.load(values + places, mask=places < count, other=0.0).to(tl.float32)
-            tl.store(values + places, (value * by).to(values.dtype.element_ty), places < count)
+            offsets = start + tl.arange(0, BLOCK)
+            value = tl.load(values + offsets, mask=offsets < count, other=0.0).to(tl.float32)
+            tl.store(values + offsets, (value * by).to(values.dtype.element_ty), offsets < count)

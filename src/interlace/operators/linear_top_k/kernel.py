@@ -83,15 +83,16 @@ def _highest(line, count, BLOCK: tl.constexpr):
     """Return the highest logit of a row, and the first column that has it; NaN is none."""
     lanes = tl.arange(0, BLOCK)
     highest = tl.full([BLOCK], float("-inf"), tl.float32)
-    where = tl.zeros([BLOCK], tl.int32) + lanes
+    column_of_highest = tl.zeros([BLOCK], tl.int32) + lanes
     for start in range(0, count, BLOCK):
-        places = start + lanes
-        value = tl.load(line + places, mask=places < count, other=float("-inf")).to(tl.float32)
+        offsets = start + lanes
+        value = tl.load(line + offsets, mask=offsets < count, other=float("-inf")).to(tl.float32)
         is_higher = value > highest
         highest = tl.where(is_higher, value, highest)
-        where = tl.where(is_higher, places, where)
+        column_of_highest = tl.where(is_higher, offsets, column_of_highest)
     best = tl.max(highest, 0)
-    first = tl.min(tl.where((highest == best) & (where < count), where, count), 0)
+    is_best = (highest == best) & (column_of_highest < count)
+    first = tl.min(tl.where(is_best, column_of_highest, count), 0)
     # Without any number, the first column stands for all.
     return best, tl.where(first < count, first, 0)
 

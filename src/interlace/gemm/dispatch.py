@@ -29,6 +29,7 @@ from interlace.gemm.choice import MAX_RANKS
 from interlace.gemm.config import GemmConfig
 from interlace.gemm.epilogue import Epilogue
 from interlace.gemm.invariance import (
+    block_in_leaf,
     effective_impl,
     invariant_implementation,
     is_invariant,
@@ -360,10 +361,10 @@ def _run_again(
     Returns:
         The result.
     """
+    if x_scale is not None:
+        again = None  # it takes no scales
     # What comes again is worth a graph, which the long way through the implementation makes.
-    is_short = again is not None and x_scale is None
-    if is_short and not ranges.is_listening() and not group.replays.comes_again(known):
-        assert again is not None
+    if again and not ranges.is_listening() and not group.replays.comes_again(known):
         result = again(group, known, x, w, bias)
         if result is not None:
             return result
@@ -529,7 +530,7 @@ def _decide(
     if config:
         chosen = chosen.with_text(operator, config)
     if leaves:
-        chosen = _with_steps(chosen, functools.partial(_step_in_leaf, operands.inner // leaves))
+        chosen = _with_steps(chosen, lambda step: block_in_leaf(step, operands.inner // leaves))
     if operands.has_block_scales:
         chosen = _with_steps(chosen, functools.partial(min, SCALE_BLOCK))
     # Where the caller has decided there is nothing to measure.
@@ -550,11 +551,6 @@ def _decide(
         family,
         leaves,
     )
-
-
-def _step_in_leaf(leaf: int, block_k: int) -> int:
-    """Return a step that cuts ``leaf`` columns of K into whole ones."""
-    return invariance.block_in_leaf(block_k, leaf)
 
 
 def _with_steps(choice: Choice[Any], fitting_step: Callable[[int], int]) -> Choice[Any]:

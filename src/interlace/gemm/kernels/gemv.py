@@ -9,11 +9,8 @@ import triton
 import triton.language as tl
 
 import interlace.language as il
-from interlace.gemm.kernels.tiles import add_product
+from interlace.gemm.kernels.tiles import SCALED, add_product
 from interlace.language.tree import add_to_tree
-
-
-_SCALED = tl.constexpr(128)  # elements of K, and rows of w, that share a scale of a block
 
 
 class GemvTiling(NamedTuple):
@@ -171,9 +168,9 @@ def _scaled(value, k, K, scales, row, TILING: tl.constexpr):
     """
     value = value.to(tl.float32)
     if TILING.block_scales:
-        block, blocks = k // _SCALED, (K + _SCALED - 1) // _SCALED
+        block, blocks = k // SCALED, (K + SCALED - 1) // SCALED
         of_x = tl.load(scales.x_scale + block, mask=k < K, other=0.0)
-        of_w = tl.load(scales.w_scale + row // _SCALED * blocks + block, mask=k < K, other=0.0)
+        of_w = tl.load(scales.w_scale + row // SCALED * blocks + block, mask=k < K, other=0.0)
         value *= of_x * of_w
     return value
 

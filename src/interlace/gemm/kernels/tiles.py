@@ -6,10 +6,11 @@ import triton
 import triton.language as tl
 
 import interlace.language as il
+from interlace.gemm.scaled import SCALE_BLOCK
 from interlace.language.tree import add_to_tree
 
 
-_SCALED = tl.constexpr(128)  # elements of K, and rows of w, that share a scale of a block
+SCALED = tl.constexpr(SCALE_BLOCK)  # elements of K, and rows of w, that share a scale of a block
 
 
 class Tiling(NamedTuple):
@@ -172,11 +173,7 @@ def _multiply_columns(
         for k in range(first, end, BLOCK_K):
             left = x.load([row, k])
             right = w.load([column, k]).T if W_ALONG_K else w.load([w_first + k, column])
-            if TILING.block_scales == "":
-                total = add_product(total, left, right)
-            else:
-                part = add_product(tl.zeros_like(total), left, right)
-                total += part * _block_factors(scales, row, column, rows, N, K, k, TILING)
+            total = _add_step(total, left, right, scales, row, column, rows, N, K, k, TILING)
     else:
         K = il.multiple_of(K, TILING.factor)
         if not W_ALONG_K:
@@ -198,11 +195,7 @@ def _multiply_columns(
                 step = inner.to(tl.int64)[:, None] * w_stride
             inside_w = (inner < K)[:, None] & (n < N)[None, :]
             right = tl.load(columns + step, mask=inside_w, other=0.0)
-            if TILING.block_scales == "":
-                total = add_product(total, left, right)
-            else:
-                part = add_product(tl.zeros_like(total), left, right)
-                total += part * _block_factors(scales, row, column, rows, N, K, k, TILING)
+            total = _add_step(total, left, right, scales, row, column, rows, N, K, k, TILING)
     return total
 
 
@@ -214,6 +207,19 @@ def add_product(total, left, right):
 
 
 @triton.jit
+def _add_step(total, left, right, scales, row, column, rows, N, K, k, TILING: tl.constexpr):
+    """Return ``total + left @ right``, of a step along K from element ``k`` on, times scales of
+    blocks.
+    """
+    if TILING.block_scales == "":
+        total = add_product(total, left, right)
+    else:
+        part = add_product(tl.zeros_like(total), left, right)
+        total += part * _block_factors(scales, row, column, rows, N, K, k, TILING)
+    return total
+
+
+@triton.jit
 def _block_factors(scales, row, column, rows, N, K, k, TILING: tl.constexpr):
     """Return the factors of what a step along K from element ``k`` on adds to a tile.
 
@@ -222,22 +228,22 @@ def _block_factors(scales, row, column, rows, N, K, k, TILING: tl.constexpr):
     """
     BLOCK_M: tl.constexpr = TILING.block_m
     BLOCK_N: tl.constexpr = TILING.block_n
-    x_scale, w_scale = scales.x_scale + k // _SCALED, scales.w_scale + k // _SCALED
-    blocks = (K + _SCALED - 1) // _SCALED
+    x_scale, w_scale = scales.x_scale + k // SCALED, scales.w_scale + k // SCALED
+    blocks = (K + SCALED - 1) // SCALED
     m, n = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
     if TILING.block_scales == "x":
         left = tl.load(x_scale + m * blocks, mask=m < rows, other=0.0)
-        if BLOCK_N <= _SCALED:
-            factors = (left * tl.load(w_scale + column // _SCALED * blocks))[:, None]
+        if BLOCK_N <= SCALED:
+            factors = (left * tl.load(w_scale + column // SCALED * blocks))[:, None]
         else:
-            right = tl.load(w_scale + n // _SCALED * blocks, mask=n < N, other=0.0)
+            right = tl.load(w_scale + n // SCALED * blocks, mask=n < N, other=0.0)
             factors = left[:, None] * right[None, :]
     else:
         right = tl.load(w_scale + n * blocks, mask=n < N, other=0.0)
-        if BLOCK_M <= _SCALED:
-            factors = (right * tl.load(x_scale + row // _SCALED * blocks))[None, :]
+        if BLOCK_M <= SCALED:
+            factors = (right * tl.load(x_scale + row // SCALED * blocks))[None, :]
         else:
-            left = tl.load(x_scale + m // _SCALED * blocks, mask=m < rows, other=0.0)
+            left = tl.load(x_scale + m // SCALED * blocks, mask=m < rows, other=0.0)
             factors = left[:, None] * right[None, :]
     return factors
 

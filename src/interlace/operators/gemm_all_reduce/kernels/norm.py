@@ -6,9 +6,9 @@ import triton
 import triton.language as tl
 
 import interlace.language as il
+from interlace.gemm.kernels.tiles import SCALED
 
 _LARGEST_FLOAT8 = tl.constexpr(448.0)  # of float8_e4m3fn
-_SCALED = tl.constexpr(128)  # columns that share a scale of a block
 
 
 class NormForm(NamedTuple):
@@ -167,14 +167,14 @@ def _scale_blocks(y, outputs, place):
     """Store a scale for each block of columns, and return y divided by them."""
     COLUMNS: tl.constexpr = y.shape[0]
     TOKENS: tl.constexpr = y.shape[1]
-    BLOCKS: tl.constexpr = COLUMNS // _SCALED
-    blocked = tl.reshape(tl.where(place.inside, y, 0.0), [BLOCKS, _SCALED, TOKENS])
+    BLOCKS: tl.constexpr = COLUMNS // SCALED
+    blocked = tl.reshape(tl.where(place.inside, y, 0.0), [BLOCKS, SCALED, TOKENS])
     # A maximum leaves out NaN, which a sum keeps.
     nan = tl.sum(tl.where(blocked != blocked, blocked, 0.0), 1)
     scale = (tl.max(tl.abs(blocked), 1) + nan) / _LARGEST_FLOAT8
     scale = tl.where(scale == 0.0, 1.0, scale)
-    all_blocks = (place.N + _SCALED - 1) // _SCALED
-    first = tl.min(place.columns) // _SCALED
+    all_blocks = (place.N + SCALED - 1) // SCALED
+    first = tl.min(place.columns) // SCALED
     block = first + tl.arange(0, BLOCKS)[:, None]
     cells = place.tokens.to(tl.int64) * all_blocks + block
     tl.store(outputs.scales + cells, scale, mask=(block < all_blocks) & (place.tokens < place.B))

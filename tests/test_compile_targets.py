@@ -98,7 +98,7 @@ def _cases_of(kernel):
         "embedding_all_to_all_collect": _embedding_all_to_all_collect,
         "embedding_all_to_all_forward": _embedding_all_to_all_forward,
         # Only the size of an element matters.
-        "gather_tokens": lambda: [*_mixture_of_experts_decoding()][::3],
+        "gather_tokens": lambda: [*_mixture_of_experts_decoding()][::2],
         "gemm_all_reduce": lambda: _sums_over_ranks(),
         "gemm_all_to_all": _products,
         "gemm_all_to_all_columns": _gemm_all_to_all_columns,
@@ -151,7 +151,9 @@ def _cases_of(kernel):
             for own, products in ((True, [*_products()][:1]), (False, [*_products()][:-1]))
             for types, constants in products
         ],
+        "number_blocks": lambda: [*_mixture_of_experts_numbers()][:1],
         "plan_call": lambda: _mixture_of_experts_numbers(),
+        "quantise_active": lambda: [*_mixture_of_experts_decoding()][-1:],
         **dict.fromkeys(
             ("mark_runs", "mark_segments", "number_rows", "open_runs", "open_segments"),
             lambda: _sorting(kernel),
@@ -779,7 +781,8 @@ def _expert_forms():
 def _mixture_of_experts_numbers():
     for world_size in (2, 1):
         constants = {"E_LANES": _MOE_LANES["E_LANES"], "LANES": _expert_lanes(world_size)}
-        yield _MOE_TYPES | {"experts": "*i64"}, constants | {"BLOCK": 128}
+        constants |= {"BLOCK": 128, "NUMBERED": world_size == 1, "BLOCKS": 256}
+        yield _MOE_TYPES | {"experts": "*i64", "blocks": "i32"}, constants
 
 
 def _mixture_of_experts_rows():
@@ -820,6 +823,9 @@ def _mixture_of_experts_products(kernel):
 
     pushing = RowPushing(programs=16, rows=64, block_rows=2, block_columns=1024, top_k=6, align=8)
     shared = _MOE_LANES | {"PUSHING": pushing, "LANES": _expert_lanes()}
+    not_float8 = dict.fromkeys(("a_scale", "b_scale", "out_scale"))
+    if kernel == "dispatch_grouped_gemm":
+        not_float8["scale_bytes"] = None
     alone = {"WORLD_SIZE": 1, "LANES": _expert_lanes(1)}
     directions = {
         "dispatch_grouped_gemm": ((True, False), (True, True)),
@@ -842,13 +848,17 @@ def _mixture_of_experts_products(kernel):
                 "results": "1, 128, 256",
             }
         types |= {name: f"tensordesc<bf16[{block}]>" for name, block in blocks.items()}
-        constants = shared | {
-            "DTYPE": tl.bfloat16,
-            "EVEN": forward,
-            "FORM": _swiglu(halves=halves),
-            "TILING": Tiling(128, 256, 64, 8, True, w_along_k=forward),
-            "num_warps": 8,
-        }
+        constants = (
+            shared
+            | not_float8
+            | {
+                "DTYPE": tl.bfloat16,
+                "EVEN": forward,
+                "FORM": _swiglu(halves=halves),
+                "TILING": Tiling(128, 256, 64, 8, True, w_along_k=forward),
+                "num_warps": 8,
+            }
+        )
         absent = ("met", "bias") if forward else ("bias",)
         if forward or kernel != "grouped_gemm_combine":
             yield types, constants | dict.fromkeys(absent)
@@ -865,12 +875,16 @@ def _mixture_of_experts_products(kernel):
             # Forward too, if the weight lies as [L, F, hidden]; then there may be a bias.
             yield types | {"bias": "*bf16"}, constants | {"met": None}
     forward = kernel == "dispatch_grouped_gemm"
-    constants = shared | {
-        "DTYPE": tl.float32,
-        "EVEN": False,
-        "FORM": _swiglu(halves=forward),
-        "TILING": Tiling(32, 32, 16, 8, False, w_along_k=forward),
-    }
+    constants = (
+        shared
+        | not_float8
+        | {
+            "DTYPE": tl.float32,
+            "EVEN": False,
+            "FORM": _swiglu(halves=forward),
+            "TILING": Tiling(32, 32, 16, 8, False, w_along_k=forward),
+        }
+    )
     if kernel == "dispatch_grouped_gemm":
         # Pointers to weights along N, and experts without a gate.
         along_n = constants["TILING"]._replace(w_along_k=False)
@@ -878,6 +892,39 @@ def _mixture_of_experts_products(kernel):
             types = _MOE_TYPES | {"x": "*fp32", "bias": "*fp32"}
             yield types, constants | {"TILING": along_n, "FORM": form}
     yield _MOE_TYPES | {"x": "*fp32", "grad": "*fp32"}, constants | {"bias": None}
+    if kernel in ("dispatch_grouped_gemm", "grouped_gemm_combine"):
+        yield from _mixture_of_float8_experts(shared | {"kernel": kernel})
+
+
+def _mixture_of_float8_experts(shared):
+    """Weights with scales of blocks; with descriptors and with pointers."""
+    import triton.language as tl
+
+    from interlace.gemm.kernels.tiles import Tiling
+
+    lines = "128" if shared["kernel"] == "grouped_gemm_combine" else "64"
+    constants = {name: value for name, value in shared.items() if name != "kernel"}
+    constants |= {
+        "PUSHING": shared["PUSHING"]._replace(quantises=True),
+        "DTYPE": tl.bfloat16,
+        "FORM": _swiglu(halves=True),
+        "num_warps": 4,
+        **dict.fromkeys(("bias", "met", "kept")),
+    }
+    types = _MOE_TYPES | {
+        "x": "*bf16", "a_scale": "i64", "b_scale": "*fp32", "out_scale": "*fp32",
+        "scale_bytes": "i64",
+    }  # fmt: skip
+    if shared["kernel"] == "grouped_gemm_combine":
+        types["a_scale"] = "*fp32"
+    tiling = Tiling(64, 128, 128, 16, True, w_along_k=True, block_scales="x")
+    described = {
+        "a": "tensordesc<fp8e4nv[64, 128]>",
+        "b": f"tensordesc<fp8e4nv[{lines}, 128]>",
+        "results": "tensordesc<bf16[1, 64, 128]>",
+    }
+    yield types | described, constants | {"TILING": tiling}
+    yield types, constants | {"TILING": tiling._replace(descriptors=False)}
 
 
 def _mixture_of_experts_decoding():
@@ -914,8 +961,23 @@ def _mixture_of_experts_decoding():
             ),
             "FORM": form._replace(halves=halves),
         }
+        constants |= dict.fromkeys(("weight_scales", "active_scales", "scales_at"))
         pointers = {"x": name, "y": name, "bias": name}
         yield types | pointers, shared | constants | ({"bias": None} if along_k else {})
+    constants |= {
+        "DTYPE": tl.bfloat16,
+        "SHARES": constants["SHARES"]._replace(align=8, ffn_align=8),
+        "TILES": DecodeTiling(Tiling(16, 128, 128, 1, False, w_along_k=True), 0, True, 8),
+        "FORM": _swiglu(halves=True),
+        "bias": None,
+        "COLS": 512,
+        "LOCAL_LANES": 8,
+    }
+    for name in ("weight_scales", "active_scales", "scales_at"):
+        del constants[name]
+    scales = dict.fromkeys(("weight_scales", "active_scales", "row_scales"), "*fp32")
+    scales |= {"scales_at": "i32", "values": "*bf16", "rows": "*i32", "ffn": "i32"}
+    yield types | {"x": "*bf16", "y": "*bf16"} | scales, shared | constants
 
 
 def kernels():

@@ -15,6 +15,7 @@ import interlace
 from interlace import ExpertActivation, MixtureOfExpertsConfig
 from tests.gpu.absent import call_without
 from tests.operators.mixture_of_experts.calls import Call, check_all, forward, leaves_of
+from tests.operators.mixture_of_experts.float8 import Float8Call, run_all
 
 pytestmark = pytest.mark.gpu
 
@@ -234,3 +235,29 @@ def test_a_peer_that_never_calls(ranks, impl):
     call = Call(2, 100, 2, 2, 64, 64, "bfloat16", config=None, impl=impl)
     outcome = ranks(2).run(_absent_peer, call)[0]
     assert outcome == ("PeerTimeoutError", 1, 1.0, True)
+
+
+def _float8_calls(world_size):
+    """Every implementation; tiles that rows fill and that they do not; many blocks of slots."""
+    base = Float8Call(world_size, tokens=333, local=4, hidden=512, ffn=384)
+    changes = [
+        {},
+        {"impl": "decode", "tokens": 9},
+        {"impl": "unfused", "tokens": 61},
+        {"routing": "few", "dtype": torch.float16},
+        {"routing": "holes", "hidden": 128, "ffn": 128, "tokens": 1500, "top_k": 3},
+        {"routing": "zeros", "impl": "decode", "tokens": 40},
+        {"impl": "auto", "tokens": 1},
+        {"config": MixtureOfExpertsConfig(
+            128, 128, 128, num_warps=8, num_stages=4, push_programs=7, push_rows=16
+        )},
+    ]  # fmt: skip
+    return [dataclasses.replace(base, seed=i, **change) for i, change in enumerate(changes)]
+
+
+def test_float8_weights_match_float64(ranks, world_size):
+    for size in (1, world_size):
+        calls = _float8_calls(size)
+        results = ranks(size).run(run_all, calls)
+        for i, call in enumerate(calls):
+            call.check([mine[i] for mine in results])

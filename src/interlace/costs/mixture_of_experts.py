@@ -22,7 +22,7 @@ from interlace.costs.registry import (
     NetworkCost,
     cost_of,
 )
-from interlace.costs.time import MachineProfile, Schedule
+from interlace.costs.time import OWN_BLOCK_SCALES, MachineProfile, Schedule
 from interlace.units import ceil_div, next_power_of_2
 
 Counts = Sequence[Sequence[int]]
@@ -311,6 +311,13 @@ STOCK_TILE = (128, 128)
 """Rows and columns that the tiles of the library's grouped products are taken to have."""
 
 
+_FLOAT8_DECODING = 3.0, 1.6
+"""How much longer the products of decoding compute, and read weights, where these are float8: with
+few rows 1.2 to 1.6 times as long as half the bytes would take, with 16 to 64 rows an expert two to
+four times as long as the fused kernels, in three layers on H200s (decision 0031).
+"""
+
+
 @dataclasses.dataclass(frozen=True, order=True)
 class ExpertsCall:
     """The sizes of one forward pass through a layer of experts.
@@ -324,6 +331,8 @@ class ExpertsCall:
         world_size: Number of ranks.
         itemsize: Bytes of an element.
         gates: 2 if experts have gate and up, 1 if they have no gate.
+        weight_itemsize: Bytes of an element of a weight, and of the rows that it is multiplied by:
+            1 for float8 with scales of blocks; else ``itemsize``.
     """
 
     tokens: int
@@ -334,11 +343,12 @@ class ExpertsCall:
     world_size: int
     itemsize: int = 2
     gates: int = 2
+    weight_itemsize: int = 2
 
     @property
     def size(self) -> tuple[int, ...]:
         """Return the sizes by which measured calls are known."""
-        *sizes, _, _ = dataclasses.astuple(self)
+        *sizes, _, _, _ = dataclasses.astuple(self)
         return tuple(sizes)
 
     def parts_us(
@@ -363,6 +373,7 @@ class ExpertsCall:
             tile: Rows and columns of the tiles of the products.
         """
         bytes_per_us = profile.product.memory_bytes_per_s / 1e6
+        is_float8 = self.weight_itemsize == 1
         row_bytes = self.hidden * self.itemsize
         peers = self.world_size - 1
         rows = float(self.tokens * self.top_k)
@@ -374,10 +385,11 @@ class ExpertsCall:
         elif schedule == "by_token":
             sent = self.tokens * peers * self._reach + leaving_rows
         else:
-            sent = 2 * leaving_rows
+            # Rows leave as they are multiplied, and come back as results.
+            sent = leaving_rows * (1 + self.weight_itemsize / self.itemsize)
         link = sent * row_bytes / profile.link_bytes_per_s * 1e6
         weights = (self.gates + 1) * self.hidden * self.ffn * self.busy
-        memory = weights * self.itemsize / bytes_per_us
+        memory = weights * self.weight_itemsize / bytes_per_us
         block_m, block_n = tile
         first = self.tiles_of_rows(block_m) * ceil_div(self.gates * self.ffn, block_n)
         second = self.tiles_of_rows(block_m) * ceil_div(self.hidden, block_n)
@@ -385,10 +397,15 @@ class ExpertsCall:
         if self.itemsize == 4:
             # Float32 without tensor cores; only our own kernels multiply it here.
             flops = profile.product.own_float32_flops_per_s
+        elif is_float8:
+            flops *= 2 / OWN_BLOCK_SCALES
         compute = sum(
             math.ceil(tiles / profile.processors) * profile.tile_us(block_m, block_n, inner, flops)
             for tiles, inner in ((first, self.hidden), (second, self.ffn))
         )
+        if is_float8 and schedule == "by_token":
+            compute *= _FLOAT8_DECODING[0]
+            memory *= _FLOAT8_DECODING[1]
         product = max(compute, memory)
         return {
             "fixed": 1.0,

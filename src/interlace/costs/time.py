@@ -70,7 +70,7 @@ profile with 1.15 chooses best at calls that it has not seen, with 1 and 1.3 wor
 """
 
 
-_BLOCK_SCALES, _OWN_BLOCK_SCALES = 1.15, 1.9
+_BLOCK_SCALES, OWN_BLOCK_SCALES = 1.15, 1.9
 """How much longer the library, and our tiles, take for a product of float8 operands with a scale
 for each block than with one for each matrix. Sums go from the matrix unit to registers and are
 scaled there after each block of K, which our tiles do not do beside the next block's product: 1.04
@@ -441,7 +441,7 @@ class MachineProfile:
         # Tensor cores multiply 8-bit operands twice as fast as 16-bit ones.
         flops_per_s = self.product.flops_per_s * 2 / call.itemsize
         if call.has_block_scales:
-            flops_per_s /= _OWN_BLOCK_SCALES if own else _BLOCK_SCALES
+            flops_per_s /= OWN_BLOCK_SCALES if own else _BLOCK_SCALES
         return flops_per_s
 
     def library_product_us(

@@ -479,16 +479,24 @@ class Operands:
         """
         # ``torch.ops.interlace`` is called with scales whatever the public function takes.
         require_operand_dtype(operator, self.x.dtype, takes_float8)
-        if self.x.dtype == FLOAT8 and self.x.device.type == "cuda":
-            capability = torch.cuda.get_device_capability(self.x.device)
-            if capability < FLOAT8_CAPABILITY:
-                raise BackendError(
-                    f"{operator}: float8_e4m3fn must run on a GPU of compute capability "
-                    f"{_dotted(FLOAT8_CAPABILITY)} or later; got "
-                    f"{torch.cuda.get_device_name(self.x.device)} with {_dotted(capability)}. It "
-                    "supports float16, bfloat16 and "
-                    f"float32."
-                )
+        if self.x.dtype == FLOAT8:
+            require_float8(operator, self.x.device)
+
+
+def require_float8(operator: str, device: torch.device) -> None:
+    """Refuse a GPU that does not multiply float8 operands.
+
+    Raises:
+        BackendError: It is one.
+    """
+    if device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        if capability < FLOAT8_CAPABILITY:
+            raise BackendError(
+                f"{operator}: float8_e4m3fn must run on a GPU of compute capability "
+                f"{_dotted(FLOAT8_CAPABILITY)} or later; got {torch.cuda.get_device_name(device)} "
+                f"with {_dotted(capability)}. It supports float16, bfloat16 and float32."
+            )
 
 
 def is_aligned(matrix: torch.Tensor) -> bool:

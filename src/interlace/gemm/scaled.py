@@ -69,6 +69,17 @@ def dequantised(matrix: torch.Tensor, scale: torch.Tensor, block_rows: int) -> t
     return wide * by_row.repeat_interleave(SCALE_BLOCK, 1)[:, :columns]
 
 
+def quantised(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ``x [rows, K]``, K a multiple of 128, as float8, and the scales of its blocks."""
+    blocks = x.float().unflatten(1, (-1, SCALE_BLOCK))
+    limit = torch.finfo(torch.float8_e4m3fn).max
+    scale = blocks.abs().amax(2) / limit
+    # A block of zeros has any scale but 0, and so has one of numbers too small for a scale.
+    scale = torch.where(scale == 0, 1.0, scale)
+    values = (blocks / scale[..., None]).clamp(-limit, limit).flatten(1)
+    return values.to(torch.float8_e4m3fn), scale
+
+
 def multiply_into(
     out: torch.Tensor,
     x: torch.Tensor,

@@ -4,6 +4,7 @@ Put, get, signal and wait between the ranks of a group, for every ``@triton.jit`
 model is in ``README.md``.
 """
 
+from interlace.language._instructions import to_float8
 from interlace.language.addresses import (
     join,
     multiple_of,
@@ -78,6 +79,7 @@ __all__ = [
     "signal",
     "sum_lamport",
     "sum_packed",
+    "to_float8",
     "unmarked",
     "wait",
     "world_size",

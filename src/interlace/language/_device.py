@@ -52,6 +52,12 @@ def clock_ns(lanes):
     return _ticks(lanes) * _ns_per_tick()
 
 
+@triton.jit
+def to_float8(value):
+    """Round float32 numbers to float8_e4m3fn."""
+    return value.to(tl.float8e4nv)
+
+
 @core.extern
 def processor(lane, _semantic=None):
     """Return the number of the SM, as int64 of the shape of the int32 scalar or tile ``lane``.

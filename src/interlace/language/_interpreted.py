@@ -11,9 +11,10 @@ import time
 from typing import Any
 
 import numpy as np
+import torch
 import triton.language as tl
 from triton._C.libtriton import interpreter
-from triton.runtime.interpreter import interpreter_builder
+from triton.runtime.interpreter import TensorHandle, interpreter_builder
 
 from interlace.comm.cpu import cpu_faults
 from interlace.comm.runtime import context
@@ -41,6 +42,15 @@ def num_threads():
 def clock_ns(lanes):
     """Read the clock in ns, as an int64 tile of the shape of ``lanes``."""
     return tl.full(lanes.shape, time.monotonic_ns(), tl.int64)
+
+
+def to_float8(value):
+    """Round float32 numbers to float8_e4m3fn. Triton's interpreter loses carries where it converts:
+    127.9 would become 64.
+    """
+    rounded = torch.from_numpy(np.array(plain(value), np.float32)).to(torch.float8_e4m3fn)
+    handle = TensorHandle(rounded.view(torch.uint8).numpy(), tl.float8e4nv)
+    return tl.tensor(handle, tl.block_type(tl.float8e4nv, list(value.shape)))
 
 
 def processor(lane):

@@ -17,6 +17,7 @@ import interlace
 from interlace import ArgumentError
 from interlace.costs import find_cost
 from interlace.gemm import invariance, launch
+from interlace.gemm.operands import Operands
 from interlace.gemm.sequence import SequenceOperator, flat_ranges, ranges_of
 from interlace.operators.all_to_all_gemm import AllToAllGemm
 from interlace.operators.gemm_all_to_all_columns import GemmAllToAllColumns
@@ -230,6 +231,36 @@ def test_ranks_take_turns_and_tiles_fit() -> None:
     assert fitted(config, ranges).block_n == 256
     assert fitted(config, interlace.qkv_column_ranges(32, 4, 128, 4)).block_n == 128
     assert fitted(config, interlace.qkv_column_ranges(32, 4, 40, 4)).block_n == 256
+
+
+def test_a_shared_key_and_its_value_are_one_tile() -> None:
+    """Their columns are the same ranks', and neighbours in the weight and in every result."""
+    ranges = interlace.qkv_column_ranges(32, 1, 128, 2)
+    config = dataclasses.replace(CONFIGS[TO_COLUMNS], block_n=256)
+    assert GemmAllToAllColumns().fitted(config, ranges).block_n == 256
+    shared = [entry for entry in columns_of_tiles(ranges, 256, 0) if entry[-2] >= 0]
+    assert [entry[:2] for entry in shared] == [(4096, 256)]
+    assert {shared[0][2:4], shared[0][4:]} == {(0, 2048), (1, 2048)}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "first", "along_k", "loads"),
+    [
+        (torch.float32, 66, False, False),
+        (torch.float32, 68, False, True),
+        (torch.bfloat16, 68, False, False),
+        (torch.bfloat16, 80, False, True),
+        (torch.float32, 66, True, True),
+    ],
+)
+def test_descriptors_load_from_multiples_of_16_bytes_on(
+    dtype: torch.dtype, first: int, along_k: bool, loads: bool
+) -> None:
+    """GPUs report an illegal instruction where one would load from another address."""
+    w = torch.zeros(133, 64, dtype=dtype) if along_k else torch.zeros(64, 133, dtype=dtype).T
+    operands = Operands(torch.zeros(8, 64, dtype=dtype), w, None, None, None, dtype)
+    columns = columns_of_tiles([[(0, first)], [(first, 133)]], 64, 0)
+    assert columns_fused.are_read_by_descriptors(columns, operands) == loads
 
 
 # Batch invariance
@@ -464,7 +495,7 @@ def test_what_is_said_of_a_call() -> None:
     )  # fmt: skip
     # What nobody has measured does not run on a GPU unless it is asked for.
     sizes = {"rows": 4096, "columns": 4096, "inner": 4096, "dtype": torch.bfloat16}
-    for gpu, impl in ((Gpu("NVIDIA H200", 132, 232448), "unfused"), (x.device, "fused")):
+    for gpu, impl in ((Gpu("NVIDIA H800", 132, 232448), "unfused"), (x.device, "fused")):
         assert declared.choose(**sizes, world_size=2, device=gpu).impl == impl
     lacking = {"fused": "more than the limit"}
     assert GemmAllToAllColumns().explain(

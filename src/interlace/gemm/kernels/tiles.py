@@ -173,7 +173,7 @@ def _multiply_columns(
         for k in range(first, end, BLOCK_K):
             left = x.load([row, k])
             right = w.load([column, k]).T if W_ALONG_K else w.load([w_first + k, column])
-            total = _add_step(total, left, right, scales, row, column, rows, N, K, k, TILING)
+            total = add_step(total, left, right, scales, row, column, rows, N, K, k, TILING)
     else:
         K = il.multiple_of(K, TILING.factor)
         if not W_ALONG_K:
@@ -195,7 +195,7 @@ def _multiply_columns(
                 step = inner.to(tl.int64)[:, None] * w_stride
             inside_w = (inner < K)[:, None] & (n < N)[None, :]
             right = tl.load(columns + step, mask=inside_w, other=0.0)
-            total = _add_step(total, left, right, scales, row, column, rows, N, K, k, TILING)
+            total = add_step(total, left, right, scales, row, column, rows, N, K, k, TILING)
     return total
 
 
@@ -207,7 +207,7 @@ def add_product(total, left, right):
 
 
 @triton.jit
-def _add_step(total, left, right, scales, row, column, rows, N, K, k, TILING: tl.constexpr):
+def add_step(total, left, right, scales, row, column, rows, N, K, k, TILING: tl.constexpr):
     """Return ``total + left @ right``, of a step along K from element ``k`` on, times scales of
     blocks.
     """
@@ -249,19 +249,25 @@ def _block_factors(scales, row, column, rows, N, K, k, TILING: tl.constexpr):
 
 
 @triton.jit
-def multiply_tile_of(which, matrices, row, column, rows, TILING: tl.constexpr):
-    """Return :func:`multiply_tile` by one of several weights, which lie one behind the other."""
+def multiply_tile_of(which, matrices, row, column, rows, TILING: tl.constexpr, scales=None):
+    """Return :func:`multiply_tile` by one of several weights, which lie one behind the other.
+
+    With scales of blocks, so do those of the weights, whose rows are multiples of 128.
+    """
     x, w, N, K = matrices.x, matrices.w, matrices.N, matrices.K
     if TILING.descriptors:
         # The weights form one tall matrix, so a tile at the end of one weight reaches into the
         # next. Its columns beyond N are masked at the store, and beyond K x is zero.
         first = which * N + column if TILING.w_along_k else column
-        return multiply_tile(matrices, row, first, rows, TILING, which * K)
+        return multiply_tile(matrices, row, first, rows, TILING, which * K, scales)
     else:
         lines = N if TILING.w_along_k else K
         weight = w + which.to(tl.int64) * lines * matrices.w_stride
         chosen = Matrices(x, weight, N, K, matrices.x_stride, matrices.w_stride)
-        return multiply_tile(chosen, row, column, rows, TILING)
+        if TILING.block_scales != "":
+            of_weight = scales.w_scale + which * (N // SCALED) * ((K + SCALED - 1) // SCALED)
+            scales = Scales(scales.x_scale, of_weight, None, None)
+        return multiply_tile(chosen, row, column, rows, TILING, 0, scales)
 
 
 @triton.jit

@@ -40,6 +40,7 @@ from interlace.gemm.sequence import (
 from interlace.gemm.sequence import qkv_column_ranges as qkv_column_ranges
 from interlace.gemm.splits import balanced, check_sum, rank_in, validate_list
 from interlace.operators.gemm_all_to_all_columns import fused, reference
+from interlace.operators.gemm_all_to_all_columns.layout import segments_of
 from interlace.registry import Implementation, operator
 
 _LEAST_BLOCK_N = 64
@@ -107,7 +108,7 @@ class GemmAllToAllColumns(SequenceOperator):
         """Return a configuration with tiles of which the ranges of columns consist, unless those
         would be too small.
         """
-        counts = [end - first for ranges_of_rank in columns for first, end in ranges_of_rank]
+        counts = (end - first for first, end, _ in segments_of(columns))
         block_n = math.gcd(config.block_n, *counts)
         if block_n < min(config.block_n, _LEAST_BLOCK_N):
             return config

@@ -13,9 +13,13 @@ from interlace.comm.replay.deferred import DeferredCall
 from interlace.comm.runtime.interpreter import require
 from interlace.gemm import launch
 from interlace.gemm.kernels import layout as signals
-from interlace.gemm.operands import Operands
+from interlace.gemm.operands import ALIGNMENT_BYTES, Operands
 from interlace.gemm.sequence import SequenceCall
-from interlace.operators.gemm_all_to_all_columns.layout import TARGETS, columns_of_tiles
+from interlace.operators.gemm_all_to_all_columns.layout import (
+    FIRST_COLUMN,
+    TARGETS,
+    columns_of_tiles,
+)
 from interlace.units import ceil_div
 
 NAME = "gemm_all_to_all_columns"
@@ -74,7 +78,11 @@ def prepare(
     columns = columns_of_tiles(call.columns, config.block_n, me)
     counts = call.column_counts
     strides = [launch.padded_columns(count, dtype) for count in counts]
-    descriptors = launch.moves_tiles(group.device) and group.stride % 16 == 0
+    descriptors = (
+        launch.moves_tiles(group.device)
+        and group.stride % 16 == 0
+        and are_read_by_descriptors(columns, operands)
+    )
     part_rows = _part_rows(rows, config.block_m)
     tiles = None
     # A tile is stored as a whole, so a descriptor must know where its rows and columns end: there
@@ -120,6 +128,18 @@ def prepare(
             "FACTOR": _factor(columns, strides),
         },
         (operands,),
+    )
+
+
+def are_read_by_descriptors(columns: list[tuple[int, ...]], operands: Operands) -> bool:
+    """Return whether a descriptor can load the weight's part of every tile.
+
+    What it loads must begin at a multiple of 16 bytes: GPUs report an illegal instruction
+    otherwise. Along K it does; where columns are neighbours in memory, ranges may begin anywhere.
+    """
+    itemsize = operands.w.element_size()
+    return operands.w_along_k or all(
+        entry[FIRST_COLUMN] * itemsize % ALIGNMENT_BYTES == 0 for entry in columns
     )
 
 

@@ -25,7 +25,7 @@ def columns_of_tiles(column_ranges: ColumnRanges, block_n: int, rank: int) -> li
     Columns that the same ranks get, one behind the other in the weight and in all these ranks'
     results, are cut into tiles together. So each column is computed once.
     """
-    ranks, segments = len(column_ranges), _segments(column_ranges)
+    ranks, segments = len(column_ranges), segments_of(column_ranges)
     most_owners = max((len(owners) for _, _, owners in segments), default=1)
     by_first_owner: list[list[tuple[int, ...]]] = [[] for _ in range(ranks)]
     for first, end, owners in segments:
@@ -47,14 +47,14 @@ def columns_of_tiles(column_ranges: ColumnRanges, block_n: int, rank: int) -> li
     ]
 
 
-def _segments(column_ranges: ColumnRanges) -> list[tuple[int, int, list[tuple[int, int]]]]:
-    """Return the ranges of columns that the same ranks get, with these ranks and the place of each
-    range in their results.
+def segments_of(column_ranges: ColumnRanges) -> list[tuple[int, int, list[tuple[int, int]]]]:
+    """Return the ranges of columns that the same ranks get, one behind the other in the weight and
+    in all these ranks' results, with these ranks and the place of each range there.
     """
     edges = sorted(
         {edge for ranges in column_ranges for column_range in ranges for edge in column_range}
     )
-    segments = []
+    segments: list[tuple[int, int, list[tuple[int, int]]]] = []
     for first, end in itertools.pairwise(edges):
         places = [_place(ranges, first) for ranges in column_ranges]
         owners = [
@@ -62,8 +62,16 @@ def _segments(column_ranges: ColumnRanges) -> list[tuple[int, int, list[tuple[in
             for owner, first_column in enumerate(places)
             if first_column != _NOWHERE
         ]
-        if owners:
-            segments.append((first, end, owners))
+        if not owners:
+            continue
+        if segments:
+            start, stop, before = segments[-1]
+            moved = [(owner, column + first - start) for owner, column in before]
+            # A key's columns and those of its value, where all of them are the same ranks'.
+            if stop == first and owners == moved:
+                segments[-1] = start, end, before
+                continue
+        segments.append((first, end, owners))
     return segments
 
 

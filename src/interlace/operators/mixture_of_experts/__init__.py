@@ -16,6 +16,7 @@ from interlace.comm.groups.reservation import Reservation
 from interlace.comm.host.nodes import declared_ranks_per_node
 from interlace.costs.mixture_of_experts import ExpertsCall
 from interlace.gemm import invariance
+from interlace.gemm.operands import FLOAT8
 from interlace.operators.mixture_of_experts import (
     chunked,
     decode,
@@ -106,7 +107,8 @@ class MixtureOfExperts(Operator):
 
     def argument_names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return the tensors and the options that :meth:`explain` takes, by name."""
-        return ("x", "experts", "weights", "w_in", "w_out"), ("b_in", "b_out", "activation")
+        options = ("b_in", "b_out", "w_in_scale", "w_out_scale", "activation")
+        return ("x", "experts", "weights", "w_in", "w_out"), options
 
     def sized(  # type: ignore[override]
         self,
@@ -118,6 +120,8 @@ class MixtureOfExperts(Operator):
         *,
         b_in: torch.Tensor | None = None,
         b_out: torch.Tensor | None = None,
+        w_in_scale: torch.Tensor | None = None,
+        w_out_scale: torch.Tensor | None = None,
         activation: str | ExpertActivation = "silu",
         world_size: int,
         nodes: int = 1,
@@ -126,10 +130,13 @@ class MixtureOfExperts(Operator):
         has no capacity.
         """
         the_activation = ExpertActivation.of(activation)
-        validate(x, experts, weights, w_in, w_out, b_in, b_out, the_activation, None, world_size)
+        validate(
+            x, experts, weights, w_in, w_out, b_in, b_out, w_in_scale, w_out_scale, the_activation,
+            None, world_size,
+        )  # fmt: skip
         sizes = ExpertSizes.of(x, experts, w_in, world_size, max(1, len(x)))
         keeps = _keeps_gradients(x, weights, w_in, w_out, b_in, b_out)
-        return ExpertTerms(sizes, x.dtype, x.device.type, keeps, nodes)
+        return ExpertTerms(sizes, x.dtype, x.device.type, keeps, nodes, w_in.dtype == FLOAT8)
 
     def explain(
         self,
@@ -147,6 +154,8 @@ class MixtureOfExperts(Operator):
         if chosen in ("fused", "decode"):
             chosen += f" ({choice.config})"
         name = str(x.dtype).removeprefix("torch.")
+        if terms.is_float8:
+            name += " with weights of float8"
         call = (
             f"{self.name} of {sizes.tokens} tokens per rank, top {sizes.top_k} of {sizes.experts} "
             f"experts {sizes.hidden} x {sizes.ffn}, {name}"
@@ -169,6 +178,8 @@ def mixture_of_experts(
     b_in: torch.Tensor | None = None,
     b_out: torch.Tensor | None = None,
     *,
+    w_in_scale: torch.Tensor | None = None,
+    w_out_scale: torch.Tensor | None = None,
     activation: str | ExpertActivation = "silu",
     capacity: int | None = None,
     group: dist.ProcessGroup | None = None,
@@ -193,6 +204,12 @@ def mixture_of_experts(
     every run. Runs on the current stream, without synchronising the host; calls of one group on
     several streams are put in order.
 
+    Weights of float8_e4m3fn have a scale for each 128 x 128 of them, as DeepSeek V3 and the models
+    after it are published: ``w_in_scale`` and ``w_out_scale``. Tokens become float8 before they
+    travel, with a scale for each 128 elements, and so does the activation, which is rounded to x's
+    dtype first. There are no gradients, biases and experts without a gate then, and hidden and F
+    must be multiples of 128.
+
     Args:
         x: ``[T, hidden]``: float16, bfloat16 or float32; T the same on every rank.
         experts: ``[T, k]``, int32 or int64, 0 to E - 1, different ones for each token; k from 1 to
@@ -203,11 +220,17 @@ def mixture_of_experts(
             it is if its memory is a contiguous ``[L, F, 2, hidden]``, ``[L, 2, F, hidden]``,
             ``[L, hidden, F, 2]`` or ``[L, hidden, 2, F]``, of which w_in is a permuted view; its
             gradient has the same strides. Other strides are copied in each call.
-        w_out: ``[L, hidden, F]`` of x's dtype; also a view of a contiguous ``[L, F, hidden]``.
+            Of float8 it must be a view of a contiguous ``[L, 2, F, hidden]``.
+        w_out: ``[L, hidden, F]`` of w_in's dtype; also a view of a contiguous ``[L, F, hidden]``,
+            unless it is float8.
         b_in: Bias of gate and up, ``[L, F, 2]`` of x's dtype (``[L, F, 1]`` without a gate), or
             None. It is copied unless its memory has gate and up in the order of w_in's.
         b_out: Bias of the second product, ``[L, hidden]`` of x's dtype, or None. Each of a token's
             experts adds its own, times its weight.
+        w_in_scale: What each 128 x 128 of a float8 w_in is to be multiplied by, float32 ``[L, F /
+            128, 2, hidden / 128]``; needed with float8 and refused without. It is copied unless it
+            is a view of a contiguous ``[L, 2, F / 128, hidden / 128]``.
+        w_out_scale: The same of w_out, ``[L, hidden / 128, F / 128]``.
         activation: The function of gate and up: ``"silu"``, ``"gelu"``, ``"gelu_tanh"``, ``"relu"``
             or ``"relu2"`` of the gate, times up; or an :class:`interlace.ExpertActivation`, which
             clamps both and has further numbers.
@@ -252,7 +275,10 @@ def mixture_of_experts(
     """
     _, world_size = rank_and_size(group)
     the_activation = ExpertActivation.of(activation)
-    validate(x, experts, weights, w_in, w_out, b_in, b_out, the_activation, capacity, world_size)
+    validate(
+        x, experts, weights, w_in, w_out, b_in, b_out, w_in_scale, w_out_scale, the_activation,
+        capacity, world_size,
+    )  # fmt: skip
     _DECLARATION.validate_options(impl, config)
     maximum = max(1, x.shape[0])
     limit = maximum if capacity is None else min(capacity, maximum)
@@ -268,6 +294,8 @@ def mixture_of_experts(
         w_out,
         b_in,
         b_out,
+        w_in_scale,
+        w_out_scale,
         world_size,
         limit,
         default_name(group),

@@ -29,12 +29,15 @@ from interlace.comm.runtime import ranges
 from interlace.errors import ArgumentError
 from interlace.gemm import invariance
 from interlace.gemm.operands import (
+    FLOAT8,
     FLOATS,
     require_device,
     require_float,
+    require_float8,
     require_kind,
     require_tensors,
 )
+from interlace.gemm.scaled import SCALE_BLOCK
 from interlace.operators.mixture_of_experts.activation import ExpertActivation
 from interlace.operators.mixture_of_experts.choice import ExpertTerms, decide
 from interlace.operators.mixture_of_experts.config import OPERATOR, MixtureOfExpertsConfig
@@ -44,8 +47,10 @@ from interlace.operators.mixture_of_experts.layout import (
     MAX_TOKENS,
     MAX_TOP_K,
     ExpertSizes,
+    Order,
     Parameters,
     Saved,
+    WeightScales,
     order_of,
 )
 from interlace.registry import Implementation, Operator, operator_named
@@ -64,6 +69,8 @@ def validate(
     w_out: torch.Tensor,
     b_in: torch.Tensor | None,
     b_out: torch.Tensor | None,
+    w_in_scale: torch.Tensor | None,
+    w_out_scale: torch.Tensor | None,
     activation: ExpertActivation,
     capacity: int | None,
     world_size: int,
@@ -72,8 +79,9 @@ def validate(
     :func:`interlace.mixture_of_experts` for the rules.
     """
     require_tensors(
-        OPERATOR, ("b_in", "b_out"), x=x, experts=experts, weights=weights, w_in=w_in, w_out=w_out,
-        b_in=b_in, b_out=b_out,
+        OPERATOR, ("b_in", "b_out", "w_in_scale", "w_out_scale"), x=x, experts=experts,
+        weights=weights, w_in=w_in, w_out=w_out, b_in=b_in, b_out=b_out, w_in_scale=w_in_scale,
+        w_out_scale=w_out_scale,
     )  # fmt: skip
     if x.dim() != 2:
         raise ArgumentError(f"{OPERATOR}: x must be [T, hidden]; got shape {list(x.shape)}.")
@@ -85,6 +93,13 @@ def validate(
             "parts."
         )
     _validate_weights(w_in, w_out, b_in, b_out, x)
+    if w_in.dtype == FLOAT8:
+        _validate_float8(x, weights, w_in, w_out, b_in, b_out, w_in_scale, w_out_scale)
+    elif w_in_scale is not None or w_out_scale is not None:
+        raise ArgumentError(
+            f"{OPERATOR}: w_in_scale and w_out_scale must be given for float8 weights only; w_in "
+            f"is {w_in.dtype}."
+        )
     if w_in.shape[2] == 1 and activation.needs_gate:
         raise ArgumentError(
             f"{OPERATOR}: activation must have no limit and no up_offset where experts have no "
@@ -156,9 +171,59 @@ def _validate_weights(
                 f"{OPERATOR}: {name} must be {dimensions} = {shape}; got shape "
                 f"{list(tensor.shape)}."
             )
-    for name, tensor in (("w_in", w_in), ("w_out", w_out), ("b_in", b_in), ("b_out", b_out)):
+    dtype = FLOAT8 if w_in.dtype == FLOAT8 else x.dtype
+    for name, tensor in (("w_in", w_in), ("w_out", w_out)):
+        require_kind(f"{OPERATOR}: {name}", tensor, dtype, x.device, "x")
+    for name, tensor in (("b_in", b_in), ("b_out", b_out)):
         if tensor is not None:
             require_kind(f"{OPERATOR}: {name}", tensor, x.dtype, x.device, "x")
+
+
+def _validate_float8(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    w_in: torch.Tensor,
+    w_out: torch.Tensor,
+    b_in: torch.Tensor | None,
+    b_out: torch.Tensor | None,
+    w_in_scale: torch.Tensor | None,
+    w_out_scale: torch.Tensor | None,
+) -> None:
+    local, ffn, gates, hidden = w_in.shape
+    if x.dtype.itemsize != 2:
+        raise ArgumentError(
+            f"{OPERATOR}: x must be float16 or bfloat16 where weights are float8; got {x.dtype}."
+        )
+    if hidden % SCALE_BLOCK or ffn % SCALE_BLOCK or gates != 2:
+        raise ArgumentError(
+            f"{OPERATOR}: float8 experts must have gate and up, and hidden and F that are "
+            f"multiples of {SCALE_BLOCK}; got w_in of shape {list(w_in.shape)}."
+        )
+    if order_of(w_in) != Order(True, True) or order_of(w_out) != Order(True, False):
+        raise ArgumentError(
+            f"{OPERATOR}: float8 w_in and w_out must be contiguous as [L, 2, F, hidden] and [L, "
+            f"hidden, F] in memory; got strides {w_in.stride()} and {w_out.stride()}. "
+            "torch.stack([w_gate, w_up], dim=1).transpose(1, 2) makes such a w_in."
+        )
+    if b_in is not None or b_out is not None:
+        raise ArgumentError(f"{OPERATOR}: float8 experts must have no biases; got some.")
+    if torch.is_grad_enabled() and (x.requires_grad or weights.requires_grad):
+        raise ArgumentError(
+            f"{OPERATOR}: float8 experts have no gradients, but x or weights requires one. Call it "
+            "within torch.no_grad()."
+        )
+    blocks = [local, ffn // SCALE_BLOCK, gates, hidden // SCALE_BLOCK]
+    for name, tensor, dimensions, shape in (
+        ("w_in_scale", w_in_scale, "[L, F / 128, 2, hidden / 128]", blocks),
+        ("w_out_scale", w_out_scale, "[L, hidden / 128, F / 128]", [local, blocks[3], blocks[1]]),
+    ):
+        if tensor is None or list(tensor.shape) != shape:
+            found = "none" if tensor is None else f"shape {list(tensor.shape)}"
+            raise ArgumentError(
+                f"{OPERATOR}: {name} must be {dimensions} = {shape} for float8 weights; got "
+                f"{found}."
+            )
+        require_kind(f"{OPERATOR}: {name}", tensor, torch.float32, x.device, "x")
 
 
 @dataclasses.dataclass(eq=False)
@@ -176,6 +241,7 @@ class LayerCall:
         keeps: Whether a backward pass will follow.
         saves: Whether tensors for it are results. If not, it computes them anew.
         known: By what ``Group.recall`` finds the pass when it comes again; None for nothing.
+        w_in_scale, w_out_scale: Those of ``interlace.mixture_of_experts``.
         mark: The number that this call's signals carry; 0 until :meth:`agree`.
     """
 
@@ -194,11 +260,13 @@ class LayerCall:
     keeps: bool
     saves: bool
     known: Hashable = None
+    w_in_scale: torch.Tensor | None = None
+    w_out_scale: torch.Tensor | None = None
     mark: int = dataclasses.field(default=0, init=False)
 
     def __post_init__(self) -> None:
         dtypes = [tensor.dtype for tensor in (self.x, *self.parameters) if tensor is not None]
-        if len(set(dtypes)) > 1:
+        if len(set(dtypes)) > 1 and not self.is_float8:
             raise ArgumentError(
                 f"{OPERATOR}: x, weights and biases must have the same dtype; got {dtypes}. "
                 "Convert them."
@@ -210,13 +278,28 @@ class LayerCall:
         return Parameters(self.w_in, self.w_out, self.b_in, self.b_out)
 
     @property
+    def is_float8(self) -> bool:
+        """Whether weights are float8, with scales of blocks."""
+        return self.w_in.dtype == FLOAT8
+
+    @functools.cached_property
+    def weight_scales(self) -> WeightScales | None:
+        """The scales of float8 weights as kernels read them: copies where they lie otherwise."""
+        if self.w_in_scale is None or self.w_out_scale is None:
+            return None
+        of_in = self.w_in_scale.transpose(1, 2).contiguous().transpose(1, 2)
+        return WeightScales(of_in, self.w_out_scale.contiguous())
+
+    @property
     def operator(self) -> Operator:
         """The operator's declaration."""
         return operator_named(OPERATOR)
 
     def memory(self) -> tuple[Hashable, ...]:
         """Return where the operands lie and all settings, for the key of a replay."""
-        tensors = (self.x, self.experts, self.weights, *self.parameters)
+        tensors = (
+            self.x, self.experts, self.weights, *self.parameters, self.w_in_scale, self.w_out_scale,
+        )  # fmt: skip
         return *places(*tensors), self.capacity, self.activation, self.saves, self.chosen[1]
 
     @functools.cached_property
@@ -245,6 +328,7 @@ class LayerCall:
             the_inner_width=self.w_in.shape[1],
             whether_experts_have_a_gate=self.w_in.shape[2] == 2,
             dtype=str(self.x.dtype),
+            dtype_of_the_weights=str(self.w_in.dtype),
             which_biases_there_are=tuple(
                 name for name in ("b_in", "b_out") if getattr(self, name) is not None
             ),
@@ -268,8 +352,9 @@ class LayerCall:
     def terms(self) -> ExpertTerms:
         """The properties of this call by which implementations may refuse it."""
         return ExpertTerms(
-            self.sizes, self.x.dtype, self.x.device.type, self.keeps, self.group.nodes
-        )
+            self.sizes, self.x.dtype, self.x.device.type, self.keeps, self.group.nodes,
+            self.is_float8,
+        )  # fmt: skip
 
     @functools.cached_property
     def chosen(self) -> tuple[str, MixtureOfExpertsConfig]:
@@ -277,14 +362,20 @@ class LayerCall:
 
         Raises:
             ArgumentError: The implementation was asked for and cannot run such a call.
+            BackendError: Weights are float8, and the GPU multiplies no such numbers.
         """
+        if self.is_float8:
+            require_float8(OPERATOR, self.x.device)
         terms, device = self.terms, self.x.device
         choice = decide(terms, device, self.impl)
         chosen = self.operator.implementation(choice.impl)
         if self.impl == "auto" and self.group.shortage(lambda: chosen.reservation(terms)):
             choice = decide(terms, device, "unfused")
         if self.config:
-            return choice.impl, MixtureOfExpertsConfig.parse(self.config)
+            config = MixtureOfExpertsConfig.parse(self.config)
+            if self.is_float8:
+                config.require_blocks(choice.impl)
+            return choice.impl, config
         return choice.impl, choice.config
 
     @functools.cached_property
@@ -351,14 +442,15 @@ _INPUTS = (
     "Tensor? b_out"
 )
 _OPTIONS = "int world_size, SymInt capacity, str group_name, str impl, str config, str activation"
-_TENSORS, _NUMBERS = 7, 6  # how many arguments these are
-_GROUP_NAME = 9  # which argument it is
+_SCALES = "Tensor? w_in_scale, Tensor? w_out_scale"
+_TENSORS, _NUMBERS = 7, 6  # how many arguments the inputs and the options are
+_GROUP_NAME = 2  # which option it is
 _SAVED = "Tensor plan, Tensor slot_rows, Tensor slot_at, Tensor received, Tensor kept"
 # The unfused implementation, which a tuned table may choose, waits for the device where it runs one
 # expert after another, so no CUDA graph can hold the operators.
 _library.define(
-    f"mixture_of_experts({_INPUTS}, {_OPTIONS}, bool keeps, bool saves) -> (Tensor, Tensor, "
-    "Tensor, Tensor, Tensor, Tensor)",
+    f"mixture_of_experts({_INPUTS}, {_SCALES}, {_OPTIONS}, bool keeps, bool saves) -> (Tensor, "
+    "Tensor, Tensor, Tensor, Tensor, Tensor)",
     tags=UNCAPTURABLE_TAGS,
 )
 _library.define(
@@ -378,22 +470,24 @@ def _known(operator: str, tensors: Sequence[torch.Tensor | None], *others: Any) 
     return operator, *places(*tensors), invariance.is_enabled(), *others
 
 
-def _call(inputs: Sequence[Any], keeps: bool, saves: bool, known: Any) -> LayerCall:
-    """Return the call of both operators' tensors and options, in the schemas' order."""
+def _call(inputs: Sequence[Any], options: Sequence[Any], *others: Any) -> LayerCall:
+    """Return the call of both operators' tensors and options, in the schemas' order, and of the
+    fields behind them.
+    """
     # The group says how many ranks there are.
-    fields = (*inputs[:_TENSORS], *inputs[_TENSORS + 1 :], keeps, saves, known)
-    return LayerCall(*fields)
+    return LayerCall(*inputs, *options[1:], *others)
 
 
 def _run(*arguments: Any) -> tuple[torch.Tensor, ...]:
-    *inputs, keeps, saves = arguments
-    known = _known(OPERATOR, inputs[:_TENSORS], *inputs[_TENSORS:], keeps, saves)
+    *tensors, keeps, saves = arguments
+    tensors, options = tensors[:-_NUMBERS], tensors[-_NUMBERS:]
+    known = _known(OPERATOR, tensors, *options, keeps, saves)
     if known is not None:
-        result = group_named(inputs[_GROUP_NAME], inputs[0].device).recall(known)
+        result = group_named(options[_GROUP_NAME], tensors[0].device).recall(known)
         if result is not None:
             y, saved = result
             return y, *saved
-    call = _call(inputs, keeps, saves, known)
+    call = _call(tensors[:_TENSORS], options, keeps, saves, known, *tensors[_TENSORS:])
     impl = invariance.effective_impl(operator_named(OPERATOR), call.impl)
     y, saved = run(call if impl == call.impl else dataclasses.replace(call, impl=impl))
     return y, *saved
@@ -401,8 +495,8 @@ def _run(*arguments: Any) -> tuple[torch.Tensor, ...]:
 
 def _fake(*arguments: Any) -> tuple[torch.Tensor, ...]:
     x, experts, _, w_in, *_ = arguments[:_TENSORS]
-    *options, _, saves = arguments[_TENSORS:]
-    world_size, capacity, *_ = options
+    *_, saves = arguments
+    world_size, capacity, *_ = arguments[-_NUMBERS - 2 :]
     saved = Saved.empty(ExpertSizes.of(x, experts, w_in, world_size, capacity), x, saves)
     return torch.empty_like(x, memory_format=torch.contiguous_format), *saved
 
@@ -410,14 +504,13 @@ def _fake(*arguments: Any) -> tuple[torch.Tensor, ...]:
 def _run_backward(grad: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, ...]:
     tensors, (*options, needed) = arguments[: -_NUMBERS - 1], arguments[-_NUMBERS - 1 :]
     known = _known(BACKWARD, (grad, *tensors), *options, tuple(needed))
-    inputs = [*tensors[:_TENSORS], *options]
     if known is not None:
-        group = group_named(inputs[_GROUP_NAME], grad.device)
+        group = group_named(options[_GROUP_NAME], grad.device)
         gradients: tuple[torch.Tensor, ...] | None = group.recall(known)
         if gradients is not None:
             return gradients
     saved = Saved(*tensors[_TENSORS:])
-    call = _call(inputs, True, saved.plan.numel() > 0, known)
+    call = _call(tensors[:_TENSORS], options, True, saved.plan.numel() > 0, known)
     return run_backward(call, grad, saved, needed)
 
 
@@ -433,7 +526,7 @@ def _fake_backward(grad: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, .
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    tensors, ctx.options = inputs[:_TENSORS], inputs[_TENSORS:-2]
+    tensors, ctx.options = inputs[:_TENSORS], inputs[-_NUMBERS - 2 : -2]
     _, *saved = output
     # They are results only so that a graph may keep them until the backward pass.
     ctx.mark_non_differentiable(*saved)
@@ -443,7 +536,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor
 
 @once_differentiable("mixture_of_experts")
 def _backward(ctx: Any, grad: torch.Tensor | None, *_: None) -> tuple[Any, ...]:
-    nothing: list[Any] = [None] * (_NUMBERS + 2)
+    nothing: list[Any] = [None] * (2 + _NUMBERS + 2)  # the scales and the options
     if grad is None:
         return *([None] * _TENSORS), *nothing
     tensors = ctx.saved_tensors

@@ -31,6 +31,7 @@ from interlace.errors import ArgumentError
 from interlace.gemm import invariance
 from interlace.gemm.between_nodes import profile_on
 from interlace.gemm.choice import fastest
+from interlace.gemm.operands import FLOAT8
 from interlace.operators.mixture_of_experts.config import (
     OPERATOR,
     MixtureOfExpertsConfig,
@@ -56,10 +57,11 @@ class ExpertTerms(NamedTuple):
 
     Attributes:
         sizes: The call's sizes.
-        dtype: The dtype of x and the weights.
+        dtype: The dtype of x, and of the weights unless they are float8.
         device_type: ``"cuda"`` or ``"cpu"``.
         keeps: Whether a backward pass will follow.
         nodes: Number of nodes that the ranks are on.
+        is_float8: Whether weights are float8, with scales of blocks.
     """
 
     sizes: ExpertSizes
@@ -67,6 +69,7 @@ class ExpertTerms(NamedTuple):
     device_type: str
     keeps: bool
     nodes: int = 1
+    is_float8: bool = False
 
     @property
     def call(self) -> ExpertsCall:
@@ -74,7 +77,7 @@ class ExpertTerms(NamedTuple):
         sizes = self.sizes
         return ExpertsCall(
             sizes.tokens, sizes.hidden, sizes.ffn, sizes.experts, sizes.chosen, sizes.world_size,
-            self.dtype.itemsize, sizes.gates,
+            self.dtype.itemsize, sizes.gates, 1 if self.is_float8 else self.dtype.itemsize,
         )  # fmt: skip
 
     @property
@@ -199,7 +202,7 @@ def _tabulated(terms: ExpertTerms, device: torch.device) -> Choice[MixtureOfExpe
         {name: getattr(sizes, name) for name in names},
         untuned_config("fused", terms.call),
         _ON_INTERPRETER,
-        dtype=terms.dtype,
+        dtype=FLOAT8 if terms.is_float8 else terms.dtype,
         world_size=sizes.world_size,
         device=device,
     )

@@ -6,6 +6,8 @@ import dataclasses
 import math
 
 from interlace.costs.mixture_of_experts import ExpertsCall
+from interlace.errors import ArgumentError
+from interlace.gemm.scaled import SCALE_BLOCK
 from interlace.operators.mixture_of_experts.layout import ROWS
 from interlace.tuning.configuration import Configuration, between, one_of, power_of_two
 
@@ -15,6 +17,10 @@ OPERATOR = "mixture_of_experts"
 @dataclasses.dataclass(frozen=True)
 class MixtureOfExpertsConfig(Configuration):
     """One way to run the fused kernels. Every rank of a call must use the same one.
+
+    Of float8 weights, a tile of ``impl="fused"`` has 128 columns, and a step 128 elements, as many
+    as share a scale; where the first product becomes float8, a program computes twice as many lines
+    of gate and up one after another.
 
     In ``impl="decode"`` a tile's rows are those of weights: it has ``block_n`` of them and
     ``block_m`` tokens, loads by pointers, and neither groups tiles nor staggers programs.
@@ -28,7 +34,8 @@ class MixtureOfExpertsConfig(Configuration):
         num_warps: Warps per program of the products.
         num_stages: Steps in flight in the products' software pipeline; in decoding at most that
             many, as there is shared memory for them.
-        programs: Programs that compute; 0 for one per SM, in decoding for as many as fit.
+        programs: Programs that compute; 0 for one per SM, in decoding and with float8 weights for
+            as many as fit.
         push_programs: Programs that send tokens, in front of those and at the same time; in
             decoding at most that many, and at most 64.
         push_rows: Rows of one expert that such a program sends at a time; a power of two.
@@ -52,6 +59,21 @@ class MixtureOfExpertsConfig(Configuration):
     stagger: int = between(100, 0, 1000)
     tail: int = one_of(0, (0, 16, 32, 64, 128))
 
+    def require_blocks(self, impl: str) -> None:
+        """Refuse a configuration with which kernels of float8 weights do not work.
+
+        Raises:
+            ArgumentError: Tiles or steps are not of as many elements as share a scale.
+        """
+        is_decode = impl == "decode"
+        has_blocks = self.block_k == SCALE_BLOCK and (is_decode or self.block_n == SCALE_BLOCK)
+        if not has_blocks or self.tail:
+            names = "block_k" if is_decode else "block_n and block_k"
+            raise ArgumentError(
+                f"{OPERATOR}: config must have {names} = {SCALE_BLOCK} and tail = 0 for float8 "
+                f"weights; got {self}."
+            )
+
 
 # From this inner width on, tiles take twice as long to compute as the links take for all programs'
 # tiles, so the links are not crowded.
@@ -66,6 +88,11 @@ def untuned_config(impl: str, call: ExpertsCall) -> MixtureOfExpertsConfig:
     if impl == "decode":
         return _decode_config(call)
     stagger = 100 if call.ffn < _CALM else 0
+    if call.weight_itemsize == 1:
+        return MixtureOfExpertsConfig(
+            block_m=64, block_n=SCALE_BLOCK, block_k=SCALE_BLOCK, group_m=16, num_warps=4,
+            num_stages=4, push_programs=128, push_rows=32, stagger=stagger,
+        )  # fmt: skip
     if call.itemsize == 4:
         return MixtureOfExpertsConfig(
             block_m=64, block_n=64, block_k=32, num_warps=4, stagger=stagger
@@ -82,6 +109,11 @@ def _decode_config(call: ExpertsCall) -> MixtureOfExpertsConfig:
         return MixtureOfExpertsConfig(
             block_m=16, block_n=64, block_k=32, num_warps=4, push_programs=64
         )
+    if call.weight_itemsize == 1:
+        return MixtureOfExpertsConfig(
+            block_m=16 if most_rows <= 16 else 32, block_n=128, block_k=SCALE_BLOCK, num_warps=4,
+            num_stages=3, push_programs=64,
+        )  # fmt: skip
     if most_rows > 32:
         # Long pipelines of one program per processor are worth their ramp if K is long; else short
         # ones of three (decision 0022). There, a tail keeps all but a few experts at one tile.

@@ -13,6 +13,7 @@ from interlace.comm.groups.reservation import Reservation, WorkspaceSize
 from interlace.comm.launching.kernels import Launch, processors, triton_dtype
 from interlace.comm.replay.deferred import DeferredCall, New
 from interlace.comm.runtime.interpreter import require
+from interlace.gemm.scaled import SCALE_BLOCK
 from interlace.operators.mixture_of_experts import layout
 from interlace.operators.mixture_of_experts.call import LayerCall
 from interlace.operators.mixture_of_experts.choice import ExpertTerms, unmet
@@ -38,6 +39,9 @@ _MOST_RESIDENT = 4
 
 _OTHER_SHARED_BYTES = 2048
 """Shared memory of such a program beside its operands, about."""
+
+_QUANTISERS = 8
+"""Programs per processor that turn activations into float8."""
 
 _MOST_SLOTS = 2048
 """Slots that a program looks through at a time."""
@@ -80,7 +84,7 @@ def _workspaces(call: LayerCall) -> tuple[Workspace, Workspace]:
 
 def _sizes(sizes: ExpertSizes, dtype: torch.dtype) -> tuple[WorkspaceSize, WorkspaceSize]:
     """Return the sizes of the workspaces of tokens and signals, and of results."""
-    row_bytes = sizes.hidden * dtype.itemsize
+    row_bytes = sizes.hidden * dtype.itemsize  # more than that of float8, with scales
     half_bytes = round_up(rows_at(sizes) + sizes.world_size * sizes.tokens * row_bytes, 16)
     return (
         WorkspaceSize(WORKSPACE, half_bytes, DECODE_SIGNALS),
@@ -127,10 +131,15 @@ def _stages(config: MixtureOfExpertsConfig, itemsize: int, device: torch.device)
 
 
 @functools.cache
-def _programs(config: MixtureOfExpertsConfig, itemsize: int, device: torch.device) -> int:
-    """Return how many programs of the products a GPU can run at once.
+def resident_programs(config: MixtureOfExpertsConfig, itemsize: int, device: torch.device) -> int:
+    """Return how many programs of the products a GPU has shared memory for at once.
 
     More of them would begin when the others have done their share of the tiles.
+
+    Args:
+        config: The configuration.
+        itemsize: Bytes of an element of the weights.
+        device: The GPU.
     """
     operands = _stages(config, itemsize, device) * _stage_bytes(config, itemsize)
     shared = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
@@ -141,7 +150,8 @@ def _programs(config: MixtureOfExpertsConfig, itemsize: int, device: torch.devic
 def launches(call: LayerCall, y: torch.Tensor) -> list[Launch]:
     """Return the launches of a forward pass, in order. Collective when memory must grow.
 
-    They are: tokens and lists; first product; second product and sum.
+    They are: tokens and lists; first product; of float8 weights the activations as float8; second
+    product and sum.
 
     Args:
         call: The call.
@@ -161,13 +171,24 @@ def launches(call: LayerCall, y: torch.Tensor) -> list[Launch]:
     counts = torch.empty(local + 1, dtype=torch.int32, device=device)
     # Each slot of each rank may name an expert of this rank.
     active = torch.empty((length, sizes.ffn), dtype=dtype, device=device)
+    scales_at = active_scales = None
+    operand = active
+    if call.is_float8:
+        scales_at = rows_at(sizes) + ranks * sizes.tokens * sizes.hidden
+        operand = torch.empty(active.shape, dtype=call.w_in.dtype, device=device)
+        shape = length, sizes.ffn // SCALE_BLOCK
+        active_scales = torch.empty(shape, dtype=torch.float32, device=device)
     x, experts = call.x.contiguous(), call.experts.contiguous()
     w_in, w_out, in_order, out_order, b_in, b_out = call.parameters.readable()
+    in_scale, out_scale = call.weight_scales or (None, None)
     align = alignment(itemsize, sizes.hidden)
     ffn_align = alignment(itemsize, sizes.ffn)
     pieces = sizes.tokens * ceil_div(sizes.hidden, columns(sizes.hidden))
     sending = senders(sizes.tokens, sizes.hidden, config)
-    programs = config.programs or (2 if is_cpu else _programs(config, itemsize, device))
+    weight_itemsize = w_in.dtype.itemsize
+    programs = config.programs or (
+        2 if is_cpu else resident_programs(config, weight_itemsize, device)
+    )
     programs = min(programs, MAX_PROGRAMS // 2)
     adders = min(pieces, config.sum_programs, MAX_PROGRAMS // 2)
     shared = {
@@ -195,6 +216,7 @@ def launches(call: LayerCall, y: torch.Tensor) -> list[Launch]:
             "half": workspace.half_bytes,
             "rows_at": rows_at(sizes),
             "tokens": sizes.tokens,
+            "scales_at": scales_at,
         },
         {
             "WORLD_SIZE": ranks,
@@ -225,7 +247,7 @@ def launches(call: LayerCall, y: torch.Tensor) -> list[Launch]:
         "DTYPE": triton_dtype(dtype),
         "SHARES": shares,
         "num_warps": config.num_warps,
-        "num_stages": _stages(config, itemsize, device),
+        "num_stages": _stages(config, weight_itemsize, device),
     }
     first = Launch(
         kernels.decode_first_gemm,
@@ -233,11 +255,13 @@ def launches(call: LayerCall, y: torch.Tensor) -> list[Launch]:
         {
             **shared,
             "weights": w_in.data_ptr(),
+            "weight_scales": in_scale,
             "bias": b_in,
             "active": active.data_ptr(),
             "landing": workspace.data.address,
             "half": workspace.half_bytes,
             "rows_at": rows_at(sizes),
+            "scales_at": scales_at,
             "length": length,
             "ffn_groups": sizes.ffn // ffn_align,
         },
@@ -250,8 +274,10 @@ def launches(call: LayerCall, y: torch.Tensor) -> list[Launch]:
         {
             **shared,
             "weights": w_out.data_ptr(),
+            "weight_scales": out_scale,
             "bias": b_out,
-            "active": active.data_ptr(),
+            "active": operand.data_ptr(),
+            "active_scales": active_scales,
             "experts": experts,
             "scales": call.weights.contiguous(),
             "y": y,
@@ -262,6 +288,26 @@ def launches(call: LayerCall, y: torch.Tensor) -> list[Launch]:
             "ffn_groups": sizes.ffn // ffn_align,
         },
         {**products, "WORLD_SIZE": ranks, "TILES": tiles(out_order, sizes.ffn)},
-        (w_out, active),
+        (w_out, operand, active_scales),
     )
-    return [gather, first, second]
+    if active_scales is None:
+        return [gather, first, second]
+    pieces_of_rows = length * ceil_div(sizes.ffn, columns(sizes.ffn))
+    quantise = Launch(
+        kernels.quantise_active,
+        (2 if is_cpu else min(pieces_of_rows, _QUANTISERS * processors(device)),),
+        {
+            "values": active,
+            "counts": counts,
+            "rows": operand.view(torch.int32),
+            "row_scales": active_scales,
+            "L": local,
+            "ffn": sizes.ffn,
+        },
+        {
+            "COLS": columns(sizes.ffn),
+            "LOCAL_LANES": next_power_of_2(max(local, 2)),
+            "num_warps": 4,
+        },
+    )
+    return [gather, first, quantise, second]

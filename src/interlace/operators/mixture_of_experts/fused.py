@@ -62,25 +62,32 @@ def forward_memory(call: LayerCall) -> Callable[[Group], tuple[Any, ...]]:
     """Return what takes the memory of a forward pass that outlives its launches: the buffer in
     which rows for this rank's experts arrive, ``y [T, hidden]``, and the tensors of :class:`Saved`.
     """
-    return functools.partial(_take, call.sizes, call.x.dtype, call.x.device, call.saves, call.new)
+    return functools.partial(
+        _take, call.sizes, call.x.dtype, call.x.device, call.is_float8, call.saves, call.new
+    )
 
 
 def _take(
     sizes: ExpertSizes,
     dtype: torch.dtype,
     device: torch.device,
+    is_float8: bool,
     saves: bool,
     new: Callable[..., torch.Tensor],
     group: Group,
 ) -> tuple[Output | torch.Tensor, ...]:
     # Rows that the backward pass needs arrive in a buffer that stays in use until then.
     reserve = group.outputs.take if saves else group.outputs.landing
-    space = reserve(buffer_bytes(sizes, dtype))
+    space = reserve(buffer_bytes(sizes, dtype, is_float8))
     saved = Saved(
         plan=new(sizes.plan, dtype=torch.int32, device=device),
         slot_rows=new((sizes.tokens, sizes.top_k), dtype=torch.int32, device=device),
         slot_at=new(sizes.returns, dtype=torch.int32, device=device),
-        received=space.tensor((sizes.arrivals, sizes.hidden), dtype, device),
+        received=(
+            space.tensor((sizes.arrivals, sizes.hidden), dtype, device)
+            if saves
+            else new(0, dtype=dtype, device=device)
+        ),
         kept=new(
             (sizes.gates, sizes.arrivals, sizes.ffn) if saves else 0, dtype=dtype, device=device
         ),
@@ -181,9 +188,12 @@ def temporary_bytes(call: LayerCall, rows: int, width: int = 1) -> int:
     return rows * width * call.sizes.ffn * call.x.dtype.itemsize + sum(copies)
 
 
-def buffer_bytes(sizes: ExpertSizes, dtype: torch.dtype) -> int:
+def buffer_bytes(sizes: ExpertSizes, dtype: torch.dtype, is_float8: bool = False) -> int:
     """Return the bytes of a buffer in which rows for a rank's experts arrive, with their scales."""
-    return sizes.arrivals * (sizes.hidden * dtype.itemsize + 4)
+    row_bytes = sizes.hidden * dtype.itemsize + 4
+    if is_float8:
+        row_bytes = layout.float8_row_bytes(sizes.hidden)
+    return sizes.arrivals * row_bytes
 
 
 def workspaces(call: LayerCall, operator: str) -> tuple[Workspace, Workspace]:
@@ -219,4 +229,4 @@ def reservation(terms: ExpertTerms) -> Reservation:
     names = [OPERATOR, BACKWARD] if terms.keeps else [OPERATOR]
     results, *_ = workspace_sizes(sizes, dtype, OPERATOR)
     numbers = [workspace_sizes(sizes, dtype, name)[1] for name in names]
-    return Reservation((results, *numbers), buffer_bytes(sizes, dtype))
+    return Reservation((results, *numbers), buffer_bytes(sizes, dtype, terms.is_float8))

@@ -21,9 +21,11 @@ from interlace.comm.launching.kernels import (
 )
 from interlace.gemm.kernels.tiles import Tiling
 from interlace.gemm.launch import moves_tiles, tile_ns
+from interlace.gemm.scaled import SCALE_BLOCK
 from interlace.operators.mixture_of_experts import layout
 from interlace.operators.mixture_of_experts.call import BACKWARD, LayerCall
 from interlace.operators.mixture_of_experts.config import OPERATOR
+from interlace.operators.mixture_of_experts.decode import resident_programs
 from interlace.operators.mixture_of_experts.fused import workspaces
 from interlace.operators.mixture_of_experts.kernels import combine, dispatch, gradients, plan
 from interlace.operators.mixture_of_experts.layout import Saved
@@ -49,12 +51,16 @@ def forward_launches(
     """
     sizes, kept = call.sizes, Saved(*saved)
     steps = Steps(call, OPERATOR)
-    active = call.new((sizes.arrivals, sizes.ffn), dtype=call.x.dtype, device=call.x.device)
+    active = call.new((sizes.arrivals, sizes.ffn), dtype=call.w_in.dtype, device=call.x.device)
+    active_scale = None
+    if call.is_float8:
+        shape = sizes.arrivals, sizes.ffn // SCALE_BLOCK
+        active_scale = torch.empty(shape, dtype=torch.float32, device=call.x.device)
     grants = call.new(sizes.world_size, dtype=torch.int32, device=call.x.device)
     return [
         *steps.plan(kept, grants, space),
-        steps.dispatch(kept, active, grants, space),
-        steps.combine(kept.plan, active),
+        steps.dispatch(kept, active, active_scale, grants, space),
+        steps.combine(kept.plan, active, active_scale),
         steps.sum(kept, call.weights, y, None),
     ]
 
@@ -116,10 +122,12 @@ class Steps:
 
     Attributes:
         weights: The experts' parameters as they lie in memory.
+        scales: Those of float8 weights, or None.
         tiles: Whether operands and results are tensor descriptors.
         align: The elements, a power of two, that rows are a multiple of.
         results, gradients: Addresses of the rows that come back, and of their slots' gradients.
         scale_bytes: Bytes of a buffer's rows, in front of their scales.
+        operand_dtype: The dtype of what is multiplied: float8, or that of x.
     """
 
     def __init__(self, call: LayerCall, operator: str) -> None:
@@ -127,20 +135,20 @@ class Steps:
         self.call, self.group, self.sizes, self.mark = call, group, sizes, call.mark
         _, self.config = call.chosen
         self.dtype, self.weights = call.x.dtype, call.parameters.readable()
+        self.scales = call.weight_scales
         ranks, experts = sizes.world_size, sizes.experts
         self.workspace, results = workspaces(call, operator)
         self.context = group.context(operator)
+        # The dtype of what is multiplied; results have that of x.
+        self.operand_dtype = call.w_in.dtype
         row_bytes = sizes.hidden * self.dtype.itemsize
-        self.scale_bytes = sizes.arrivals * row_bytes
+        self.scale_bytes = sizes.arrivals * sizes.hidden * self.operand_dtype.itemsize
         self.results = results.data.address
         self.gradients = self.results + round_up(sizes.returns * row_bytes, 16)
         self.local_lanes = next_power_of_2(max(sizes.local, 2))
         self.lanes = plan.ExpertLanes(ranks, next_power_of_2(max(experts, 2)), self.local_lanes)
         self.align = alignment(self.dtype.itemsize, sizes.hidden)
-        cuda = group.backend == "cuda"
-        self.programs = min(
-            self.config.programs or (processors(call.x.device) if cuda else 2), MAX_PROGRAMS // 2
-        )
+        self.programs = min(self.config.programs or self._most_programs(), MAX_PROGRAMS // 2)
         self.tiles = self._fits_descriptors()
         self.tiling = Tiling(
             block_m=self.config.block_m,
@@ -149,6 +157,7 @@ class Steps:
             group_m=self.config.group_m,
             descriptors=self.tiles,
             w_along_k=True,
+            block_scales="x" if call.is_float8 else "",
         )
         self.constants = {
             "WORLD_SIZE": ranks,
@@ -159,12 +168,21 @@ class Steps:
             "num_stages": self.config.num_stages,
         }
 
+    def _most_programs(self) -> int:
+        """Return the programs that compute if the configuration does not say how many."""
+        if self.group.backend == "cpu":
+            return 2
+        if self.call.is_float8:
+            # While one scales what a step adds, others multiply.
+            return resident_programs(self.config, self.operand_dtype.itemsize, self.call.x.device)
+        return processors(self.call.x.device)
+
     def _fits_descriptors(self) -> bool:
         """Decide whether products load and store by tensor descriptors."""
         return (
             moves_tiles(self.group.device)
             and all(
-                size * self.dtype.itemsize % 16 == 0 and size % self.config.block_k == 0
+                size * self.operand_dtype.itemsize % 16 == 0 and size % self.config.block_k == 0
                 for size in (self.sizes.hidden, self.sizes.ffn)
             )
             and all(w.data_ptr() % 16 == 0 for w in (self.call.w_in, self.call.w_out))
@@ -181,7 +199,7 @@ class Steps:
         if not self.tiles:
             return address
         sizes = (rows, width), (width, 1)
-        return describe_memory(address, self.group.device, self.dtype, sizes, block)
+        return describe_memory(address, self.group.device, self.operand_dtype, sizes, block)
 
     def weight(
         self, weight: torch.Tensor, columns: int, inner: int, along_k: bool, halves: bool = False
@@ -196,7 +214,7 @@ class Steps:
             return self.operand(weight, inner, (block_n, block_k))
         return self.operand(weight, columns, (block_k, block_n))
 
-    def plan(self, saved: Saved, grants: torch.Tensor, space: Output) -> tuple[Launch, Launch]:
+    def plan(self, saved: Saved, grants: torch.Tensor, space: Output) -> list[Launch]:
         """Count the rows for each expert, and agree with all ranks on their places.
 
         Args:
@@ -208,7 +226,9 @@ class Steps:
         blocks, lanes = max(1, ceil_div(sizes.slots, _BLOCK_SLOTS)), self.lanes.experts
         # Counting per block lets every block number its slots without waiting for the blocks before
         # it.
-        histograms = self.call.new((blocks, lanes), dtype=torch.int32, device=self.call.x.device)
+        histograms = self.call.new(
+            (blocks + 1, lanes), dtype=torch.int32, device=self.call.x.device
+        )
         shared = {
             "experts": self.call.experts.contiguous(),
             "histograms": histograms,
@@ -216,7 +236,17 @@ class Steps:
             "E": sizes.experts,
         }
         constants = {"E_LANES": lanes, "BLOCK": _BLOCK_SLOTS}
-        count = Launch(plan.count_slots, (blocks,), shared, constants)
+        launches = [Launch(plan.count_slots, (blocks,), shared, constants)]
+        is_numbered = blocks > layout.FEW_BLOCKS
+        if is_numbered:
+            launches.append(
+                Launch(
+                    plan.number_blocks,
+                    (lanes,),
+                    {"histograms": histograms, "blocks": blocks},
+                    {"E_LANES": lanes, "BLOCKS": next_power_of_2(blocks + 1)},
+                )
+            )
         arguments = {
             **shared,
             "slot_rows": saved.slot_rows,
@@ -235,17 +265,29 @@ class Steps:
         }
         # With so many warps, the comparisons of slots with experts fit in registers.
         warps = max(4, min(32, lanes // 16))
-        constants = {"LANES": self.lanes, "BLOCK": _BLOCK_SLOTS, "num_warps": warps}
-        return count, Launch(plan.plan_call, (blocks,), arguments, constants)
+        constants = {
+            "LANES": self.lanes,
+            "BLOCK": _BLOCK_SLOTS,
+            "NUMBERED": is_numbered,
+            "num_warps": warps,
+        }
+        launches.append(Launch(plan.plan_call, (blocks,), arguments, constants))
+        return launches
 
     def dispatch(
-        self, saved: Saved, active: torch.Tensor, grants: torch.Tensor, space: Output
+        self,
+        saved: Saved,
+        active: torch.Tensor,
+        active_scale: torch.Tensor | None,
+        grants: torch.Tensor,
+        space: Output,
     ) -> Launch:
         """Send tokens to their experts, and compute ``active [arrivals, F]`` of those that arrive.
 
         Args:
             saved: Gate and up are stored in its ``kept`` if the call saves tensors.
             active: The activation of gate and up.
+            active_scale: Its scales if it is float8, ``[arrivals, F / 128]``.
             grants: The indices of the ranks' buffers.
             space: The buffers of all ranks that rows arrive in.
         """
@@ -259,16 +301,28 @@ class Steps:
             "x": self.call.x.contiguous(),
             "grants": grants,
             "b": self.weight(self.weights.w_in, columns, sizes.hidden, along_k, halves),
+            "a_scale": None,
+            "b_scale": None,
             "bias": self.weights.b_in,
             "out": self.operand(active, sizes.ffn, block),
+            "out_scale": active_scale,
             "kept": None if kept is None else self.operand(kept, sizes.ffn, block),
             "buffers": space.destination.address,
             "buffer_bytes": space.destination.buffer_bytes,
+            "scale_bytes": None,
             "arrivals": sizes.arrivals,
             "columns": columns,
         }
+        keep = self.weights.w_in, active, active_scale, kept
+        if self.scales is not None:
+            arguments |= {
+                "a_scale": space.local_address + self.scale_bytes,
+                "b_scale": self.scales.of_in,
+                "out": active.data_ptr(),
+                "scale_bytes": self.scale_bytes,
+            }
         constants = self.pushing_constants(along_k) | {"FORM": self.call.form}
-        grid, keep = (config.push_programs + self.programs,), (self.weights.w_in, active, kept)
+        grid = (config.push_programs + self.programs,)
         return Launch(dispatch.dispatch_grouped_gemm, grid, arguments, constants, keep)
 
     def pushing_arguments(self, saved: Saved, space: Output) -> dict[str, Any]:
@@ -306,7 +360,13 @@ class Steps:
         return {
             "LANES": self.lanes,
             "PUSHING": dispatch.RowPushing(
-                config.push_programs, push_rows, rows, columns, sizes.top_k, self.align
+                config.push_programs,
+                push_rows,
+                rows,
+                columns,
+                sizes.top_k,
+                self.align,
+                self.call.is_float8,
             ),
             "TILING": self.tiling._replace(w_along_k=along_k),
             "num_warps": config.num_warps,
@@ -314,12 +374,17 @@ class Steps:
         }
 
     def combine(
-        self, plan: torch.Tensor, rows: torch.Tensor, *, met: torch.Tensor | None = None
+        self,
+        plan: torch.Tensor,
+        rows: torch.Tensor,
+        row_scales: torch.Tensor | None = None,
+        *,
+        met: torch.Tensor | None = None,
     ) -> Launch:
         """Multiply ``rows [arrivals, inner]`` by the experts' weights and send the results back.
 
         Forward, the weight is w_out; backward, where there is ``met`` as for :meth:`dispatch`, it
-        is w_in.
+        is w_in. ``row_scales [arrivals, inner / 128]`` are those of float8 rows.
         """
         sizes, config, inner = self.sizes, self.config, rows.shape[1]
         if met is None:
@@ -341,6 +406,8 @@ class Steps:
             "met": met,
             "a": self.operand(rows, inner, (config.block_m, config.block_k)),
             "b": self.weight(weight, sizes.hidden, inner, along_k),
+            "a_scale": row_scales,
+            "b_scale": None if self.scales is None else self.scales.of_out,
             "bias": self.weights.b_out if met is None else None,
             "results": results,
             "signals": self.workspace.signals.address,
@@ -355,7 +422,7 @@ class Steps:
         }
         tiling = self.tiling._replace(w_along_k=along_k)
         constants = self.constants | {"TILING": tiling}
-        grid, keep = (self.programs,), (rows, weight)
+        grid, keep = (self.programs,), (rows, row_scales, weight)
         return Launch(combine.grouped_gemm_combine, grid, arguments, constants, keep)
 
     def sum(

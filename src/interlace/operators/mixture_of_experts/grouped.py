@@ -37,8 +37,9 @@ def rules(terms: ExpertTerms) -> tuple[tuple[bool, str], ...]:
     """Return what PyTorch's grouped products of all ranks' rows need, and whether it is so."""
     sizes, itemsize = terms.sizes, terms.dtype.itemsize
     widths = (sizes.hidden * itemsize, sizes.ffn * itemsize)
+    is_bfloat16 = terms.device_type == "cpu" or terms.dtype == torch.bfloat16
     return (
-        (terms.device_type == "cpu" or terms.dtype == torch.bfloat16, "bfloat16 operands"),
+        (is_bfloat16 and not terms.is_float8, "bfloat16 operands"),
         (
             not any(width % _ALIGNMENT_BYTES for width in widths),
             f"hidden and F that are multiples of {_ALIGNMENT_BYTES} bytes",

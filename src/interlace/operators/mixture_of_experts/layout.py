@@ -12,6 +12,7 @@ from typing import Final, NamedTuple
 
 import torch
 
+from interlace.gemm.scaled import SCALE_BLOCK
 from interlace.units import next_power_of_2, round_up
 
 ROWS: Final = 128
@@ -20,6 +21,9 @@ ROWS: Final = 128
 An expert's rows arrive from a multiple of it on, so that tiles of an expert may run past its end;
 results come back with as many spare rows between two experts, so that tiles may run past either.
 """
+
+FEW_BLOCKS: Final = 16
+"""Blocks of slots whose counts each program of the plan adds up itself; more are added before."""
 
 MAX_RANKS: Final = 8
 MAX_EXPERTS: Final = 1024
@@ -282,6 +286,24 @@ class Parameters(NamedTuple):
         )
         bias_dimensions = (0, 2, 1) if _ORDERS[in_dimensions].halves else (0, 1, 2)
         return in_dimensions, out_dimensions, bias_dimensions, (0, 1)
+
+
+class WeightScales(NamedTuple):
+    """The scales of float8 weights, float32: one for each 128 x 128 of an expert's gate, up and
+    second weight.
+
+    Attributes:
+        of_in: ``[L, F / 128, 2, hidden / 128]``, in memory ``[L, 2, F / 128, hidden / 128]``.
+        of_out: ``[L, hidden / 128, F / 128]``, contiguous.
+    """
+
+    of_in: torch.Tensor
+    of_out: torch.Tensor
+
+
+def float8_row_bytes(width: int) -> int:
+    """Return the bytes of a float8 row with its scales, one for each 128 elements."""
+    return width + width // SCALE_BLOCK * 4
 
 
 class Saved(NamedTuple):

@@ -16,12 +16,14 @@ import torch.nn.functional as F
 from torch import _C
 
 from interlace.comm import process_group_named
+from interlace.gemm import products, scaled
+from interlace.gemm.operands import RowPart, Weight
 from interlace.gemm.reference import exchange_rows, gather_rows, is_alone, sum_rows
 from interlace.operators.mixture_of_experts import grouped
 from interlace.operators.mixture_of_experts.activation import ExpertActivation
 from interlace.operators.mixture_of_experts.call import LayerCall
 from interlace.operators.mixture_of_experts.choice import ExpertTerms, unmet
-from interlace.operators.mixture_of_experts.layout import Parameters, Saved
+from interlace.operators.mixture_of_experts.layout import Parameters, Saved, WeightScales
 
 _AUTOGRAD = _C.DispatchKeySet(_C.DispatchKey.AutogradCPU) | _C.DispatchKeySet(
     _C.DispatchKey.AutogradCUDA
@@ -103,11 +105,15 @@ def _layer(
             for number, count in enumerate(part)
         ]
     )
+    scales = call.weight_scales
     results = torch.zeros_like(received)
     # Experts one by one, obviously right; index_copy lets gradients through.
     for number in range(local):
         rows = (owner == number).nonzero()[:, 0]
-        computed = _expert(number, received[rows], parameters, activation)
+        if scales is None:
+            computed = _expert(number, received[rows], parameters, activation)
+        else:
+            computed = _float8_expert(number, received[rows], parameters, scales, activation)
         results = results.index_copy(0, rows, computed)
     returned = exchange(results, sent, arriving, group)
     rows = returned.new_zeros(experts.numel(), x.shape[1]).index_copy(0, order, returned)
@@ -128,6 +134,26 @@ def _expert(
         for i in range(w_in.shape[1])
     ]
     return F.linear(activation(*gates), w_out, b_out)
+
+
+def _float8_expert(
+    number: int,
+    rows: torch.Tensor,
+    parameters: Parameters,
+    scales: WeightScales,
+    activation: ExpertActivation,
+) -> torch.Tensor:
+    """Return the same for float8 weights: rows, and their activation, become float8."""
+
+    def product(x: torch.Tensor, w: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        y = x.new_empty(len(x), len(w))
+        weight = Weight(w, w.T, scale.contiguous())
+        products.multiply_into(y, RowPart(*scaled.quantised(x)), weight)
+        return y
+
+    w_in, in_scale = parameters.w_in[number], scales.of_in[number]
+    gate, up = (product(rows, w_in[:, i], in_scale[:, i]) for i in range(2))
+    return product(activation(gate, up), parameters.w_out[number], scales.of_out[number])
 
 
 class _AllToAll(torch.autograd.Function):

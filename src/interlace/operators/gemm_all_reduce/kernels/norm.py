@@ -6,9 +6,8 @@ import triton
 import triton.language as tl
 
 import interlace.language as il
+from interlace.gemm.kernels.float8 import LARGEST_FLOAT8, clamp_to_float8, scales_of_blocks
 from interlace.gemm.kernels.tiles import SCALED
-
-_LARGEST_FLOAT8 = tl.constexpr(448.0)  # of float8_e4m3fn
 
 
 class NormForm(NamedTuple):
@@ -148,7 +147,7 @@ def norm_and_store(total, loaded, inputs, outputs, place, meeting, FORM: tl.cons
         )
         largest = _over_sections(own, 2, place, meeting, "max", FORM)
         # A row of zeros has any scale but 0, and so has one of numbers too small for a scale.
-        scale = largest / _LARGEST_FLOAT8
+        scale = largest / LARGEST_FLOAT8
         scale = tl.where(scale == 0.0, 1.0, scale)
         if place.section == 0:
             tl.store(outputs.scales + place.tokens, scale, mask=place.tokens < place.B)
@@ -156,9 +155,7 @@ def norm_and_store(total, loaded, inputs, outputs, place, meeting, FORM: tl.cons
     elif FORM.quantization == "block":
         y = _scale_blocks(y, outputs, place)
     if FORM.quantization != "none":
-        # A comparison with NaN is false, so NaN stays.
-        y = tl.where(y > _LARGEST_FLOAT8, _LARGEST_FLOAT8, y)
-        y = tl.where(y < -_LARGEST_FLOAT8, -_LARGEST_FLOAT8, y)
+        y = il.to_float8(clamp_to_float8(y))
     tl.store(outputs.y + offsets, y.to(outputs.y.dtype.element_ty), mask=place.inside)
 
 
@@ -169,10 +166,7 @@ def _scale_blocks(y, outputs, place):
     TOKENS: tl.constexpr = y.shape[1]
     BLOCKS: tl.constexpr = COLUMNS // SCALED
     blocked = tl.reshape(tl.where(place.inside, y, 0.0), [BLOCKS, SCALED, TOKENS])
-    # A maximum leaves out NaN, which a sum keeps.
-    nan = tl.sum(tl.where(blocked != blocked, blocked, 0.0), 1)
-    scale = (tl.max(tl.abs(blocked), 1) + nan) / _LARGEST_FLOAT8
-    scale = tl.where(scale == 0.0, 1.0, scale)
+    scale = scales_of_blocks(blocked, 1)
     all_blocks = (place.N + SCALED - 1) // SCALED
     first = tl.min(place.columns) // SCALED
     block = first + tl.arange(0, BLOCKS)[:, None]

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 import interlace.language as il
-from interlace.gemm.kernels.tiles import add_bias, start_in_turn
+from interlace.gemm.kernels.tiles import Scales, add_bias, start_in_turn
 from interlace.operators.mixture_of_experts.kernels.plan import (
     ARRIVALS, COUNTERS, DONE, FINISHED, HEADER, MAX_RANKS, ArrivalPlan, completeness, local_experts,
     pick, sources_of, way_back,
@@ -14,15 +14,17 @@ from interlace.operators.mixture_of_experts.kernels.tiles import as_operand, mul
 
 @triton.jit(do_not_specialize=["call", "E", "L", "spread_ns"])
 def grouped_gemm_combine(
-    plan, met, a, b, bias, results, signals, epochs, ctx, call, E, L, inner, columns, spread_ns,
-    WORLD_SIZE: tl.constexpr, DTYPE: tl.constexpr, TILING: tl.constexpr,
+    plan, met, a, b, a_scale, b_scale, bias, results, signals, epochs, ctx, call, E, L, inner,
+    columns, spread_ns, WORLD_SIZE: tl.constexpr, DTYPE: tl.constexpr, TILING: tl.constexpr,
     L_LANES: tl.constexpr,
 ):
     """Multiply rows of this rank's experts by their weights, and send the results back.
 
     The rows ``a`` are ``[arrivals, inner]``, the weights ``b`` ``[L, columns, inner]``, of which
     ``TILING.w_along_k`` says how they lie in memory; ``bias [L, columns]``, unless it is None, is
-    added. Results go to the ranks that sent the rows.
+    added. With ``TILING.block_scales`` both are float8, and their scales ``a_scale [arrivals, inner
+    / 128]`` and ``b_scale [L, columns / 128, inner / 128]``. Results go to the ranks that sent the
+    rows.
 
     **Protocol.** Programs go round over tiles, expert by expert, an expert's rows from those of the
     next rank on, so that ranks do not crowd one destination and own rows come last. A tile goes to
@@ -57,7 +59,9 @@ def grouped_gemm_combine(
     tiles_m = (rows + BLOCK_M - 1) // BLOCK_M
     tiles_n = (columns + BLOCK_N - 1) // BLOCK_N
     ends = tl.cumsum(tiles_m * tiles_n, 0)
-    left, weight = as_operand(a, DTYPE, DESCRIPTORS), as_operand(b, DTYPE, DESCRIPTORS)
+    OPERAND: tl.constexpr = DTYPE if TILING.block_scales == "" else tl.float8e4nv
+    left, weight = as_operand(a, OPERAND, DESCRIPTORS), as_operand(b, OPERAND, DESCRIPTORS)
+    scales = Scales(a_scale, b_scale, None, None)
     target = as_operand(results, DTYPE, DESCRIPTORS)
     if spread_ns > 0:
         start_in_turn(spread_ns)
@@ -71,7 +75,7 @@ def grouped_gemm_combine(
         counts, starts, backs = sources_of(arrival_plan, rank, expert, WORLD_SIZE)
         il.record("tile", item, group)
         acc = multiply(
-            left, weight, row, end, expert, n * BLOCK_N, columns, inner, TILING
+            left, weight, row, end, expert, n * BLOCK_N, columns, inner, TILING, scales
         )
         if bias is not None:
             acc = add_bias(acc, bias + expert * columns, n * BLOCK_N, columns)

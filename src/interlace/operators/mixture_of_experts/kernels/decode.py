@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 
 import interlace.language as il
-from interlace.gemm.kernels.tiles import add_bias, add_product
+from interlace.gemm.kernels.float8 import quantise_rows, words_of_float8
+from interlace.gemm.kernels.tiles import SCALED, add_bias, add_product
 from interlace.operators.mixture_of_experts import layout
 from interlace.operators.mixture_of_experts.kernels.activation import activate
 from interlace.operators.mixture_of_experts.kernels.plan import MAX_RANKS, expert_of, pick
@@ -46,6 +47,8 @@ class ExpertProduct(NamedTuple):
     Attributes:
         rows: The rows that are multiplied: tokens, or their activations.
         weights: ``[L, lines, inner]``, which ``Tiling.w_along_k`` orders in memory.
+        row_scales, scales: Of float8 operands those of their blocks, ``[all rows, inner / 128]``
+            and ``[L, lines / 128, inner / 128]``; None for others.
         bias: ``[L, lines]``, or None.
         target: Where the results go: the activations, or every rank's results.
         lines, inner: The sizes of an expert's weight.
@@ -55,6 +58,8 @@ class ExpertProduct(NamedTuple):
 
     rows: Any
     weights: Any
+    row_scales: Any
+    scales: Any
     bias: Any
     target: Any
     lines: Any
@@ -102,13 +107,14 @@ class Shares(NamedTuple):
 @triton.jit(do_not_specialize=["call", "half", "rows_at", "tokens", "L", "hidden_groups"])
 def gather_tokens(
     x, experts, entries, counts, landing, signals, epochs, ctx, call, half, rows_at, tokens, L,
-    hidden_groups, WORLD_SIZE: tl.constexpr, DTYPE: tl.constexpr, SHARES: tl.constexpr,
+    hidden_groups, scales_at, WORLD_SIZE: tl.constexpr, DTYPE: tl.constexpr, SHARES: tl.constexpr,
 ):
     """Send tokens and their routing to the ranks that need them; list the rows of each expert.
 
     The landing holds, in each half, the experts that every rank's slots name, int32 ``[R, T k]``,
     and ``rows_at`` bytes behind their start the tokens ``[R, T, hidden]``. A token goes once to
-    each rank that has one of its experts.
+    each rank that has one of its experts. Unless ``scales_at`` is None, it goes as float8, and its
+    scales ``[R, T, hidden / 128]`` lie so many bytes behind the start.
 
     **Protocol.** The first ``SHARES.programs`` programs put, and each signals every rank,
     ``[source][program]`` in the set of the epoch's parity. The others, one per expert of this rank,
@@ -147,12 +153,26 @@ def gather_tokens(
             token, column = task // pieces, task % pieces * COLS + tl.arange(0, COLS)
             chosen, _ = expert_of(experts + token * TOP_K, lanes, TOP_K, WORLD_SIZE * L)
             value = tl.load(x + hidden.to(tl.int64) * token + column, mask=column < hidden)
-            target = rows + hidden.to(tl.int64) * (rank * tokens + token) + column
+            start = hidden.to(tl.int64) * (rank * tokens + token)
+            target, mask = rows + start + column, column < hidden
+            if scales_at is not None:
+                # Columns that are not there would have a part in no scale but their own.
+                quantised, scale = quantise_rows(tl.where(mask, value, 0.0)[None, :])
+                value = tl.ravel(words_of_float8(quantised))
+                word = task % pieces * (COLS // 4) + tl.arange(0, COLS // 4)
+                target = il.pointer(own_half + rows_at, tl.int32) + start // 4 + word
+                mask = word < hidden // 4
+                block = task % pieces * (COLS // SCALED) + tl.arange(0, COLS // SCALED)
+                scales = il.pointer(own_half + scales_at, tl.float32)
+                scale_target = scales + start // SCALED + block
             for step in tl.static_range(WORLD_SIZE):
                 peer = (rank + 1 + step) % WORLD_SIZE
                 of_peer = (chosen >= peer * L) & (chosen < (peer + 1) * L)
                 if tl.sum(of_peer.to(tl.int32)) > 0:
-                    il.put(target, value, peer, group, column < hidden)
+                    il.put(target, value, peer, group, mask)
+                    if scales_at is not None:
+                        has_block = block < hidden // SCALED
+                        il.put(scale_target, tl.ravel(scale), peer, group, has_block)
         # Each sending program signals for its own puts, so that no counter has to find the last of
         # them. It signals this rank, too: the programs that list rows read what other programs of
         # this launch have put.
@@ -257,39 +277,44 @@ def _multiply_tiles(
     for item in range(tl.program_id(0), tl.max(tiles[3]), programs):
         expert, begin, count, first, has_tail, n = _tile(item, tiles, tiles_n, TILES)
         rows = _rows(lists, expert, first, count, BLOCK_M)
-        lines = _pointers(product, rows, begin, SHARES, FORM)
-        bias, target = product.bias, product.target
+        numbers = _row_numbers(rows, begin, SHARES, FORM)
+        bias, target, scales = product.bias, product.target, product.scales
         if product.bias is not None:
             bias = product.bias + expert * product.lines
+        if product.scales is not None:
+            scales += expert * (product.lines // SCALED) * (product.inner // SCALED)
         if FORM is not None:
             target = target + begin.to(tl.int64) * (product.lines // FORM.gates)
         # The product with this expert's weight and bias, and its rows of the activations.
         of_expert = ExpertProduct(
             product.rows, product.weights + expert.to(tl.int64) * product.lines * product.inner,
-            bias, target, product.lines, product.inner, product.half, product.slots,
+            product.row_scales, scales, bias, target, product.lines, product.inner, product.half,
+            product.slots,
         )
         column = n * BLOCK_N
         il.record("tile", item, group)
         if TAIL > 0 and has_tail:
             more = _rows(lists, expert, first + BLOCK_M, count, TAIL)
-            more_lines = _pointers(product, more, begin, SHARES, FORM)
+            more_numbers = _row_numbers(more, begin, SHARES, FORM)
             acc, tail = _multiply(
-                lines, rows.exists, more_lines, more.exists, of_expert, column, TILES
+                numbers, rows.exists, more_numbers, more.exists, of_expert, column, TILES
             )
             _store(of_expert, tail, more, column, group, DTYPE, FORM)
         else:
-            acc = _multiply(lines, rows.exists, None, None, of_expert, column, TILES)
+            acc = _multiply(numbers, rows.exists, None, None, of_expert, column, TILES)
         il.record("computed", item, group)
         _store(of_expert, acc, rows, column, group, DTYPE, FORM)
 
 
 @triton.jit
-def _pointers(product, rows, begin, SHARES: tl.constexpr, FORM: tl.constexpr):
-    """Return pointers to the rows of an expert whose first row is ``begin``."""
+def _row_numbers(rows, begin, SHARES: tl.constexpr, FORM: tl.constexpr):
+    """Return the numbers of the rows of an expert among all that are multiplied, int64: of tokens,
+    or of activations, of which ``begin`` is the expert's first.
+    """
     if FORM is None:
-        return product.rows + (begin + rows.row).to(tl.int64) * product.inner
+        return (begin + rows.row).to(tl.int64)
     else:
-        return product.rows + (rows.entry // SHARES.top_k).to(tl.int64) * product.inner
+        return (rows.entry // SHARES.top_k).to(tl.int64)
 
 
 @triton.jit
@@ -337,7 +362,7 @@ def _line_in_memory(line, product):
 
 @triton.jit
 def _multiply(
-    lines, exists, tail_lines, tail_exists, product, column, TILES: tl.constexpr,
+    rows, exists, tail_rows, tail_exists, product, column, TILES: tl.constexpr,
 ):
     """Multiply rows by lines of a weight: float32 ``[block_m, block_n]``, and ``[tail, block_n]``
     as well if there is a tail.
@@ -346,10 +371,10 @@ def _multiply(
     rows are few.
 
     Args:
-        lines: ``[block_m]`` pointers to the rows.
+        rows: ``[block_m]`` numbers of the rows.
         exists: Which rows exist; the others count as zero.
-        tail_lines, tail_exists: More rows, by which each line that has been loaded is multiplied as
-            well; or None.
+        tail_rows, tail_exists: More rows, by which each line that has been loaded is multiplied as
+            well; or None, as for float8.
         column: The first line.
     """
     BLOCK_M: tl.constexpr = TILES.tiling.block_m
@@ -368,10 +393,21 @@ def _multiply(
         has_line = (numbers < product.lines)[:, None]
         left_lines = product.weights + _line_in_memory(numbers, product)[:, None]
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    if tail_lines is not None:
-        tail = tl.zeros([BLOCK_N, tail_lines.shape[0]], tl.float32)
+    if tail_rows is not None:
+        tail = tl.zeros([BLOCK_N, tail_rows.shape[0]], tl.float32)
+    factors, row_factors = None, None
+    if product.scales is not None:
+        line = _line_in_memory(tl.minimum(numbers, product.lines - 1), product)
+        line_scales = product.scales + line // SCALED * (inner // SCALED)
+        row_scales = product.row_scales + rows * (inner // SCALED)
+        factors, row_factors = tl.load(line_scales), tl.load(row_scales, mask=exists, other=0.0)
     for k in range(0, inner, BLOCK_K):
         step = k + tl.arange(0, BLOCK_K)[None, :]
+        if product.scales is not None:
+            # The next step's scales arrive during this step's product.
+            block = tl.minimum(k + BLOCK_K, inner - BLOCK_K) // SCALED
+            next_factors = tl.load(line_scales + block)
+            next_row_factors = tl.load(row_scales + block, mask=exists, other=0.0)
         if not W_ALONG_K:
             left = tl.load(
                 left_lines + step.to(tl.int64) * product.lines,
@@ -384,37 +420,81 @@ def _multiply(
             left = tl.load(
                 left_lines + step, mask=step < inner, other=0.0, eviction_policy="evict_first"
             )
-        acc = _add_product(acc, left, lines, exists, step, inner, EVEN)
-        if tail_lines is not None:
-            tail = _add_product(tail, left, tail_lines, tail_exists, step, inner, EVEN)
-    if tail_lines is not None:
+        acc = _add_product(acc, left, product, rows, exists, step, factors, row_factors, EVEN)
+        if product.scales is not None:
+            factors, row_factors = next_factors, next_row_factors
+        if tail_rows is not None:
+            tail = _add_product(
+                tail, left, product, tail_rows, tail_exists, step, None, None, EVEN
+            )
+    if tail_rows is not None:
         return tl.trans(acc), tl.trans(tail)
     else:
         return tl.trans(acc)
 
 
 @triton.jit
-def _add_product(acc, left, lines, exists, step, inner, EVEN: tl.constexpr):
-    """Load a step of rows, and add its product with ``left`` to ``acc [block_n, rows]``."""
-    mask = exists[:, None] if EVEN else exists[:, None] & (step < inner)
-    right = tl.load(lines[:, None] + step, mask=mask, other=0.0)
-    return add_product(acc, left, tl.trans(right))
+def _add_product(
+    acc, left, product, rows, exists, step, factors, row_factors, EVEN: tl.constexpr,
+):
+    """Load columns ``step`` of rows, and add their product with ``left`` to ``acc [block_n,
+    rows]``.
+
+    Args:
+        factors, row_factors: The scales of the lines of ``left`` and of the rows, float32, if they
+            are float8; a step has the 128 elements that share a scale then. None for others.
+    """
+    mask = exists[:, None] if EVEN else exists[:, None] & (step < product.inner)
+    right = tl.load(product.rows + rows[:, None] * product.inner + step, mask=mask, other=0.0)
+    if factors is None:
+        acc = add_product(acc, left, tl.trans(right))
+    else:
+        part = add_product(tl.zeros_like(acc), left, tl.trans(right))
+        acc += part * (factors[:, None] * row_factors[None, :])
+    return acc
+
+
+@triton.jit(do_not_specialize=["L", "ffn"])
+def quantise_active(
+    values, counts, rows, row_scales, L, ffn, COLS: tl.constexpr, LOCAL_LANES: tl.constexpr,
+):
+    """Turn the activations of this rank's rows, ``values [length, F]``, into float8 ``rows``, in
+    words of four, and their ``row_scales [length, F / 128]``.
+
+    **Protocol.** No peer takes part; it follows :func:`decode_first_gemm` on the same stream.
+
+    **Example.** A row of 128 activations up to 2 gets the scale 2 / 448.
+    """
+    lanes = tl.arange(0, LOCAL_LANES)
+    total = tl.sum(tl.load(counts + lanes, mask=lanes < L, other=0))
+    pieces = (ffn + COLS - 1) // COLS
+    for task in range(tl.program_id(0), total * pieces, tl.num_programs(0)):
+        first = ffn.to(tl.int64) * (task // pieces)
+        column = task % pieces * COLS + tl.arange(0, COLS)
+        value = tl.load(values + first + column, mask=column < ffn, other=0.0)
+        quantised, scale = quantise_rows(value[None, :])
+        word = task % pieces * (COLS // 4) + tl.arange(0, COLS // 4)
+        words = tl.ravel(words_of_float8(quantised))
+        tl.store(rows + first // 4 + word, words, mask=word < ffn // 4)
+        block = task % pieces * (COLS // SCALED) + tl.arange(0, COLS // SCALED)
+        tl.store(row_scales + first // SCALED + block, tl.ravel(scale), mask=block < ffn // SCALED)
 
 
 @triton.jit(
     do_not_specialize=["call", "half", "rows_at", "L", "length", "hidden_groups", "ffn_groups"]
 )
 def decode_first_gemm(
-    entries, counts, weights, bias, active, landing, epochs, ctx, call, half, rows_at, L, length,
-    hidden_groups, ffn_groups, DTYPE: tl.constexpr, SHARES: tl.constexpr, TILES: tl.constexpr,
-    FORM: tl.constexpr,
+    entries, counts, weights, weight_scales, bias, active, landing, epochs, ctx, call, half,
+    rows_at, L, length, hidden_groups, ffn_groups, scales_at, DTYPE: tl.constexpr,
+    SHARES: tl.constexpr, TILES: tl.constexpr, FORM: tl.constexpr,
 ):
     """Compute the activation of gate and up of every row of this rank's experts: ``active [rows,
     F]``.
 
     ``weights`` is ``[L, 2 F, hidden]``: a line of the gate and one of up in turn, or, with
     ``FORM.halves``, all of the gate's before those of up; ``[L, F, hidden]`` if experts have no
-    gate. ``bias``, unless it is None, is ``[L, 2 F]`` in the same order. Rows are in the order of
+    gate. ``bias``, unless it is None, is ``[L, 2 F]`` in the same order. With ``weight_scales [L, 2
+    F / 128, hidden / 128]`` weights and tokens are float8. Rows are in the order of
     experts, an expert's in that of its list. Experts without rows are not read.
 
     **Protocol.** No peer takes part: :func:`gather_tokens` has waited for all that is read.
@@ -425,9 +505,15 @@ def decode_first_gemm(
     epoch, _, group, rank = il.enter(epochs, ctx, call)
     hidden, ffn = hidden_groups * SHARES.align, ffn_groups * SHARES.ffn_align
     own_half = landing + (epoch & 1).to(tl.int64) * half + rows_at
+    OPERAND: tl.constexpr = DTYPE if weight_scales is None else tl.float8e4nv
+    row_scales = None
+    if weight_scales is not None:
+        scales = il.pointer(landing + (epoch & 1).to(tl.int64) * half + scales_at, tl.float32)
+        row_scales = il.peer_pointer(scales, rank, group)
     product = ExpertProduct(
-        il.peer_pointer(il.pointer(own_half, DTYPE), rank, group), il.pointer(weights, DTYPE), bias,
-        il.pointer(active, DTYPE), FORM.gates * ffn, hidden, ffn if FORM.halves else None, None,
+        il.peer_pointer(il.pointer(own_half, OPERAND), rank, group), il.pointer(weights, OPERAND),
+        row_scales, weight_scales, bias, il.pointer(active, DTYPE), FORM.gates * ffn, hidden,
+        ffn if FORM.halves else None, None,
     )
     lists = Lists(entries, counts, L, length)
     _multiply_tiles(product, lists, tl.num_programs(0), group, DTYPE, SHARES, TILES, FORM)
@@ -435,15 +521,17 @@ def decode_first_gemm(
 
 @triton.jit(do_not_specialize=["call", "L", "length", "tokens", "hidden_groups", "ffn_groups"])
 def decode_second_gemm(
-    entries, counts, weights, bias, active, experts, scales, y, results, signals, epochs, ctx, call,
-    L, length, tokens, hidden_groups, ffn_groups, WORLD_SIZE: tl.constexpr, DTYPE: tl.constexpr,
-    SHARES: tl.constexpr, TILES: tl.constexpr,
+    entries, counts, weights, weight_scales, bias, active, active_scales, experts, scales, y,
+    results, signals, epochs, ctx, call, L, length, tokens, hidden_groups, ffn_groups,
+    WORLD_SIZE: tl.constexpr, DTYPE: tl.constexpr, SHARES: tl.constexpr, TILES: tl.constexpr,
 ):
     """Multiply ``active`` by ``weights [L, hidden, F]`` and add ``bias [L, hidden]``, unless it is
     None; send each row back to its slot, and add each token's rows with their ``scales`` into ``y
     [T, hidden]``.
 
     The sum is float32 and in the order of the slots. A slot that names no expert counts as zero.
+    With ``weight_scales [L, hidden / 128, F / 128]`` weights and activations are float8, which have
+    ``active_scales [rows, F / 128]``.
 
     **Protocol.** The first ``SHARES.programs`` programs multiply and put rows into
     ``results [T k, hidden]`` of their sources, without waiting; the last of them to finish signals
@@ -468,8 +556,10 @@ def decode_second_gemm(
     complete = tl.load(counts + L)
     returned = il.pointer(results, DTYPE)
     if pid < MULTIPLYING:
+        OPERAND: tl.constexpr = DTYPE if weight_scales is None else tl.float8e4nv
         product = ExpertProduct(
-            il.pointer(active, DTYPE), il.pointer(weights, DTYPE), bias, returned, hidden,
+            il.pointer(active, OPERAND), il.pointer(weights, OPERAND), active_scales, weight_scales,
+            bias, returned, hidden,
             ffn_groups * SHARES.ffn_align, None, tokens * TOP_K,
         )
         lists = Lists(entries, counts, L, length)

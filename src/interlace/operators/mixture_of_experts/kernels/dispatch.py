@@ -10,7 +10,10 @@ import triton
 import triton.language as tl
 
 import interlace.language as il
-from interlace.gemm.kernels.tiles import add_bias
+from interlace.gemm.kernels.float8 import (
+    clamp_to_float8, quantise_rows, scales_of_blocks, words_of_float8,
+)
+from interlace.gemm.kernels.tiles import SCALED, Scales, add_bias
 from interlace.operators.mixture_of_experts.kernels.activation import activate
 from interlace.operators.mixture_of_experts.kernels.plan import (
     ARRIVALS, COUNTERS, HEADER, MAX_RANKS, RETURNS, ArrivalPlan, completeness, local_experts, pick,
@@ -29,6 +32,7 @@ class RowPushing(NamedTuple):
         block_rows, block_columns: The tile that it loads and stores at a time.
         top_k: Experts that a token goes to.
         align: The elements, a power of two, that rows are a multiple of.
+        quantises: Whether rows leave as float8, each with a scale for every 128 elements.
     """
 
     programs: Any
@@ -37,6 +41,7 @@ class RowPushing(NamedTuple):
     block_columns: Any
     top_k: Any
     align: Any
+    quantises: Any = False
 
 
 class LeavingRows(NamedTuple):
@@ -50,7 +55,8 @@ class LeavingRows(NamedTuple):
         buffers: Address of the first buffer (rank 0's copy), or of the only one.
         nbytes: Bytes of a buffer.
         grants: The index of the buffer that each rank grants; None if there is one buffer.
-        scale_bytes: Bytes from a buffer's first row to its first scale; None if there are none.
+        scale_bytes: Bytes from a buffer's first row to the first of the scales behind them, one for
+            each row or each block of it; None if there are none.
     """
 
     x: Any
@@ -65,13 +71,16 @@ class LeavingRows(NamedTuple):
 
 class ArrivingProduct(NamedTuple):
     """The operands and results of a product of rows that arrive, as descriptors or pointers; see
-    :func:`dispatch_grouped_gemm`. Backward there is neither ``bias`` nor ``kept``.
+    :func:`dispatch_grouped_gemm`. Backward there is neither ``bias`` nor ``kept``, and ``scales``
+    and ``out_scale``, those of the operands and of ``out``, are of float8 alone.
     """
 
     a: Any
     b: Any
+    scales: Any
     bias: Any
     out: Any
+    out_scale: Any
     kept: Any
     arrivals: Any
     columns: Any
@@ -109,7 +118,7 @@ def _push(
         buffer = rows.buffers
         if rows.grants is not None:
             buffer += tl.load(rows.grants + owner).to(tl.int64) * rows.nbytes
-        target = il.pointer(buffer, rows.x.dtype.element_ty)
+        target = il.pointer(buffer, tl.int32 if PUSHING.quantises else rows.x.dtype.element_ty)
         for first in range(piece * PUSH_ROWS, tl.minimum(count, (piece + 1) * PUSH_ROWS), ROWS):
             row = first + tl.arange(0, ROWS)
             slot = tl.load(rows.slot_at + back + row, mask=row < count, other=0)
@@ -119,8 +128,13 @@ def _push(
             for start in range(0, hidden, COLS):
                 column = start + tl.arange(0, COLS)[None, :]
                 mask = (row < count)[:, None] & (column < hidden)
-                value = tl.load(rows.x + source[:, None] + column, mask=mask)
-                il.put(target + offset[:, None] + column, value, owner, group, mask)
+                if PUSHING.quantises:
+                    _push_quantised(
+                        rows, target, buffer, source, offset, start, owner, group, row < count, COLS
+                    )
+                else:
+                    value = tl.load(rows.x + source[:, None] + column, mask=mask)
+                    il.put(target + offset[:, None] + column, value, owner, group, mask)
             if rows.scales is not None:
                 scale = tl.load(rows.scales + slot, mask=row < count)
                 scale_target = il.pointer(buffer + rows.scale_bytes, tl.float32)
@@ -129,6 +143,29 @@ def _push(
         # them: an owner that has seen the signal reads complete rows.
         if il.arrive_last(il.peer_pointer(flags + COUNTERS + expert, rank, group), piece, members):
             il.signal(flags + HEADER + local * MAX_RANKS + rank, stamp, owner, group)
+
+
+@triton.jit
+def _push_quantised(
+    rows, target, buffer, source, offset, start, owner, group, exists, COLS: tl.constexpr
+):
+    """Send columns from ``start`` on of some rows as float8, and their scales.
+
+    Args:
+        target: The owner's buffer, in words of four elements.
+        source, offset: The first element of each row in x, and in the buffer.
+        exists: Which rows exist.
+    """
+    column = start + tl.arange(0, COLS)[None, :]
+    mask = exists[:, None] & (column < rows.hidden)
+    value, scale = quantise_rows(tl.load(rows.x + source[:, None] + column, mask=mask, other=0.0))
+    words = (tl.arange(0, COLS // 4) + start // 4)[None, :]
+    word_mask = exists[:, None] & (words < rows.hidden // 4)
+    il.put(target + offset[:, None] // 4 + words, words_of_float8(value), owner, group, word_mask)
+    blocks = (tl.arange(0, COLS // SCALED) + start // SCALED)[None, :]
+    block_mask = exists[:, None] & (blocks < rows.hidden // SCALED)
+    scales = il.pointer(buffer + rows.scale_bytes, tl.float32)
+    il.put(scales + offset[:, None] // SCALED + blocks, scale, owner, group, block_mask)
 
 
 @triton.jit
@@ -147,7 +184,9 @@ def _draw_tiles(
     lanes = tl.arange(0, LANES.local)
     rows, begin = local_experts(plan, rank, LANES.world_size, LANES.local)
     tiles_m = (rows + BLOCK_M - 1) // BLOCK_M
-    tiles_n = (product.columns + BLOCK_N - 1) // BLOCK_N
+    # A tile of gate and up that becomes float8 has the lines of a block of their activation.
+    LINES: tl.constexpr = 2 * SCALED if TILING.block_scales != "" else BLOCK_N
+    tiles_n = (product.columns + LINES - 1) // LINES
     ends = tl.cumsum(tiles_m * tiles_n, 0)
     items = tl.sum(tiles_m) * tiles_n
     # There are enough draws for all items even if the programs that start only when the pushers
@@ -184,6 +223,10 @@ def _draw_tiles(
                 store_rows(
                     product.out, row, end, column, product.columns, acc.to(DTYPE),
                     TILING.descriptors,
+                )
+            elif TILING.block_scales != "":
+                _activate_block(
+                    product, expert, row, end, n, poison, item, group, DTYPE, TILING, FORM
                 )
             else:
                 _activate_tile(
@@ -254,11 +297,49 @@ def _activate_tile(
     store_rows(product.out, row, end, column, width, active.to(DTYPE), DESCRIPTORS)
 
 
+@triton.jit
+def _activate_block(
+    product, expert, row, end, n, poison, item, group, DTYPE: tl.constexpr, TILING: tl.constexpr,
+    FORM: tl.constexpr,
+):
+    """Compute 128 columns of gate and up of float8 operands, and store their activation, rounded to
+    ``DTYPE``, as float8 with a scale for each row.
+    """
+    width, blocks = product.columns // 2, product.columns // 2 // SCALED
+    first = _half_block(product, expert, row, end, n, 0, poison, DTYPE, TILING, FORM)
+    second = _half_block(product, expert, row, end, n, 1, poison, DTYPE, TILING, FORM)
+    il.record("computed", item, group)
+    larger = tl.maximum(tl.abs(first), tl.abs(second), propagate_nan=tl.PropagateNan.ALL)
+    scale = scales_of_blocks(larger, 1)
+    rows = row + tl.arange(0, TILING.block_m)
+    exists = rows < end
+    tl.store(product.out_scale + rows * blocks + n, scale, mask=exists)
+    for half in tl.static_range(2):
+        value = clamp_to_float8((first if half == 0 else second) / scale[:, None])
+        words = (n * SCALED + half * (SCALED // 2)) // 4 + tl.arange(0, SCALED // 8)
+        offsets = rows.to(tl.int64)[:, None] * (width // 4) + words[None, :]
+        tl.store(product.out + offsets, words_of_float8(value), mask=exists[:, None])
+
+
+@triton.jit
+def _half_block(
+    product, expert, row, end, n, half, poison, DTYPE: tl.constexpr, TILING: tl.constexpr,
+    FORM: tl.constexpr,
+):
+    """Return the activation of 64 columns of gate and up, float32, rounded to ``DTYPE``."""
+    column = n * SCALED + half * (SCALED // 2)
+    gate, up = multiply_halves(
+        product.a, product.b, row, end, expert, column, product.columns // 2, product.hidden,
+        TILING, product.scales,
+    )
+    return activate(poison + gate, poison + up, FORM).to(DTYPE).to(tl.float32)
+
+
 @triton.jit(do_not_specialize=["call", "L", "hidden_groups"])
 def dispatch_grouped_gemm(
-    x, slot_at, plan, grants, a, b, bias, out, kept, ticket, buffers, signals, epochs, ctx, call,
-    buffer_bytes, arrivals, L, columns, hidden_groups, LANES: tl.constexpr, PUSHING: tl.constexpr,
-    TILING: tl.constexpr, FORM: tl.constexpr,
+    x, slot_at, plan, grants, a, b, a_scale, b_scale, bias, out, out_scale, kept, ticket, buffers,
+    signals, epochs, ctx, call, buffer_bytes, scale_bytes, arrivals, L, columns, hidden_groups,
+    LANES: tl.constexpr, PUSHING: tl.constexpr, TILING: tl.constexpr, FORM: tl.constexpr,
 ):
     """Send every slot's row of ``x`` to its expert's rank; compute the activation of gate and up of
     what arrives.
@@ -269,6 +350,11 @@ def dispatch_grouped_gemm(
     of ``b`` is contiguous in memory. ``a`` is this rank's buffer, ``[arrivals, hidden]``; ``out``
     becomes the activation of both, ``[arrivals, F]``, and ``kept``, unless it is None, gate and up,
     ``[2, arrivals, F]``.
+
+    With ``PUSHING.quantises``, ``b`` is float8 whose blocks' scales ``b_scale [L, 2 F / 128, hidden
+    / 128]`` has; rows travel as float8, and their scales arrive ``scale_bytes`` behind the buffer's
+    beginning, which is ``a_scale [arrivals, hidden / 128]``. The activation is float8 then, with
+    scales ``out_scale [arrivals, F / 128]``.
 
     **Protocol.**
 
@@ -296,16 +382,25 @@ def dispatch_grouped_gemm(
     if pid < PUSHING.programs:
         # Step 2. Without every grant the buffers may still be in use.
         if completeness(plan, None, arrival_plan.E, LANES.world_size) > 0:
-            rows = LeavingRows(x, slot_at, None, hidden, buffers, buffer_bytes, grants, None)
+            rows = LeavingRows(
+                x, slot_at, None, hidden, buffers, buffer_bytes, grants, scale_bytes
+            )
             _push(rows, arrival_plan, flags, group, stamp, LANES, PUSHING)
     else:
         # Step 3.
-        both = kept
+        OPERAND: tl.constexpr = tl.float8e4nv if PUSHING.quantises else DTYPE
+        left = as_operand(a, OPERAND, TILING.descriptors)
+        right = as_operand(b, OPERAND, TILING.descriptors)
+        both, scales = kept, None
         if kept is not None:
             both = as_operand(kept, DTYPE, TILING.descriptors)
+        if PUSHING.quantises:
+            scales = Scales(il.pointer(a_scale, tl.float32), b_scale, None, None)
+            active = il.pointer(out, tl.int32)
+        else:
+            active = as_operand(out, DTYPE, TILING.descriptors)
         product = ArrivingProduct(
-            as_operand(a, DTYPE, TILING.descriptors), as_operand(b, DTYPE, TILING.descriptors),
-            bias, as_operand(out, DTYPE, TILING.descriptors), both, arrivals, columns, hidden,
+            left, right, scales, bias, active, out_scale, both, arrivals, columns, hidden
         )
         _draw_tiles(
             product, arrival_plan, ticket, flags, stamp, group, LANES, PUSHING, TILING, DTYPE, FORM
@@ -365,7 +460,8 @@ def dispatch_grouped_gemm_backward(
         # Step 3.
         product = ArrivingProduct(
             as_operand(a, DTYPE, TILING.descriptors), as_operand(b, DTYPE, TILING.descriptors),
-            None, as_operand(out, DTYPE, TILING.descriptors), None, None, columns, hidden,
+            None, None, as_operand(out, DTYPE, TILING.descriptors), None, None, None, columns,
+            hidden,
         )
         _draw_tiles(
             product, arrival_plan, ticket, flags, stamp, group, LANES, PUSHING, TILING, DTYPE, None

@@ -17,6 +17,7 @@ COUNTERS = tl.constexpr(layout.HEADER + layout.MAX_EXPERTS * layout.MAX_RANKS)
 ARRIVALS = tl.constexpr(layout.ARRIVALS)
 RETURNS = tl.constexpr(layout.RETURNS)
 TABLES = tl.constexpr(layout.TABLES)
+FEW_BLOCKS = tl.constexpr(layout.FEW_BLOCKS)
 
 
 class ArrivalPlan(NamedTuple):
@@ -67,16 +68,37 @@ def count_slots(experts, histograms, slots, E, E_LANES: tl.constexpr, BLOCK: tl.
     tl.store(histograms + block * E_LANES + tl.arange(0, E_LANES), counts)
 
 
+@triton.jit(do_not_specialize=["blocks"])
+def number_blocks(histograms, blocks, E_LANES: tl.constexpr, BLOCKS: tl.constexpr):
+    """Replace each block's counts by the sums of those before it, and store the sums of all blocks
+    behind them.
+
+    ``histograms`` is ``[blocks + 1, E_LANES]``; ``BLOCKS`` is a power of two that is more than
+    blocks. A program has an expert.
+
+    **Protocol.** No peer takes part; :func:`plan_call` follows on the same stream.
+
+    **Example.** Two blocks have counts [1, 2] and [1, 0]. They become [0, 0] and [1, 2], and [2, 2]
+    follows.
+    """
+    block = tl.arange(0, BLOCKS)
+    column = histograms + block * E_LANES + tl.program_id(0)
+    counts = tl.load(column, mask=block < blocks, other=0)
+    tl.store(column, tl.cumsum(counts, 0) - counts, mask=block <= blocks)
+
+
 @triton.jit(do_not_specialize=["call", "half", "buffer_index", "slots", "capacity", "E", "L"])
 def plan_call(
     experts, histograms, slot_rows, slot_at, plan, grants, numbers, signals, epochs, ctx, call,
     half, buffer_index, slots, capacity, E, L, LANES: tl.constexpr, BLOCK: tl.constexpr,
+    NUMBERED: tl.constexpr,
 ):
     """Number this rank's rows, and learn from the peers how many rows come from which rank.
 
     A slot's row follows those of the same expert in earlier slots; rows beyond ``capacity`` are
-    dropped (row -1). ``slot_rows`` says to which row each slot's result comes back, ``slot_at`` the
-    reverse.
+    dropped (row -1). With ``NUMBERED``, :func:`number_blocks` has gone through ``histograms``; else
+    there are at most ``FEW_BLOCKS`` of them. ``slot_rows`` says to which row each slot's result
+    comes back, ``slot_at`` the reverse.
 
     **Protocol.** Program 0 puts the counts and the index of the buffer that this rank grants into
     ``numbers[half][rank]`` of every peer, signals, and waits for all. So a rank that has everyone's
@@ -92,16 +114,17 @@ def plan_call(
     pid, blocks = tl.program_id(0), tl.num_programs(0)
     lanes = tl.arange(0, E_LANES)
     # Rows per expert: in the blocks before this program's, and in all of them.
-    before = tl.zeros([E_LANES], tl.int32)
-    counts = tl.zeros([E_LANES], tl.int32)
-    for first in range(0, blocks, 16):
-        block = first + tl.arange(0, 16)[:, None]
+    if NUMBERED:
+        before = tl.load(histograms + pid * E_LANES + lanes)
+        counts = tl.load(histograms + blocks * E_LANES + lanes)
+    else:
+        block = tl.arange(0, FEW_BLOCKS)[:, None]
         histogram = tl.load(
             histograms + block * E_LANES + lanes[None, :],
             mask=block + lanes[None, :] * 0 < blocks, other=0,
         )
-        counts += tl.sum(histogram, 0)
-        before += tl.sum(tl.where(block < pid, histogram, 0), 0)
+        counts = tl.sum(histogram, 0)
+        before = tl.sum(tl.where(block < pid, histogram, 0), 0)
     counts = tl.minimum(counts, capacity)
     # Results come back with spare rows between experts, so that tiles may run past either end.
     starts = tl.cumsum(counts + ROWS, 0) - counts

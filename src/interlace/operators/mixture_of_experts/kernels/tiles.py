@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 import interlace.language as il
-from interlace.gemm.kernels.tiles import Matrices, add_product, multiply_tile_of, tile_place
+from interlace.gemm.kernels.tiles import Matrices, add_step, multiply_tile_of, tile_place
 from interlace.operators.mixture_of_experts.kernels.plan import pick
 
 
@@ -31,26 +31,30 @@ def tile_of(item, lanes, ends, tiles_m, shifts, tiles_n, GROUP: tl.constexpr):
 
 
 @triton.jit
-def multiply(x, w, row, end, expert, column, columns, inner, TILING: tl.constexpr):
+def multiply(x, w, row, end, expert, column, columns, inner, TILING: tl.constexpr, scales=None):
     """Multiply rows of ``x [rows, inner]`` by an expert's weight: float32 ``[block_m, block_n]``.
 
     The tile begins at ``row`` and ``column``. ``w`` is ``[experts, columns, inner]`` (as in
     ``nn.Linear``) if ``TILING.w_along_k``, else ``[experts, inner, columns]``. Rows from ``end``
-    on, and columns beyond the last, are undefined.
+    on, and columns beyond the last, are undefined. ``scales`` are those of blocks: those of the
+    weights ``[experts, columns / 128, inner / 128]``.
     """
     w_stride = inner if TILING.w_along_k else columns
     matrices = Matrices(x, w, columns, inner, inner, w_stride)
-    return multiply_tile_of(expert, matrices, row, column, end, TILING)
+    return multiply_tile_of(expert, matrices, row, column, end, TILING, scales)
 
 
 @triton.jit
-def multiply_halves(x, w, row, end, expert, column, width, inner, TILING: tl.constexpr):
+def multiply_halves(
+    x, w, row, end, expert, column, width, inner, TILING: tl.constexpr, scales=None
+):
     """Multiply rows of ``x [rows, inner]`` by both halves of an expert's weight at once.
 
     ``w`` is ``[experts, 2 * width, inner]`` if ``TILING.w_along_k``: an expert's gate, then its up;
     else ``[experts, inner, 2 * width]``. Returns two tiles, float32 ``[block_m, block_n // 2]``,
     which begin at ``row`` and at ``column`` of each half. Rows from ``end`` on, and columns from
-    ``width`` on, are undefined.
+    ``width`` on, are undefined. ``scales`` are those of blocks: those of the weights ``[experts, 2
+    * width / 128, inner / 128]``.
     """
     BLOCK_M: tl.constexpr = TILING.block_m
     COLUMNS: tl.constexpr = TILING.block_n // 2
@@ -58,18 +62,26 @@ def multiply_halves(x, w, row, end, expert, column, width, inner, TILING: tl.con
     W_ALONG_K: tl.constexpr = TILING.w_along_k
     gate = tl.zeros([BLOCK_M, COLUMNS], tl.float32)
     up = tl.zeros([BLOCK_M, COLUMNS], tl.float32)
+    # Among the lines of all experts' halves.
+    first = expert * 2 * width + column
+    all_lines = 2 * width
     if TILING.descriptors:
         # A tile at the end of a half reaches into the next one: columns that the store masks.
-        first = expert * 2 * width + column
         for k in range(0, inner, BLOCK_K):
             left = x.load([row, k])
             if W_ALONG_K:
-                gate = add_product(gate, left, w.load([first, k]).T)
-                up = add_product(up, left, w.load([first + width, k]).T)
+                of_gate = w.load([first, k]).T
+                of_up = w.load([first + width, k]).T
             else:
                 line = expert * inner + k
-                gate = add_product(gate, left, w.load([line, column]))
-                up = add_product(up, left, w.load([line, width + column]))
+                of_gate = w.load([line, column])
+                of_up = w.load([line, width + column])
+            gate = add_step(
+                gate, left, of_gate, scales, row, first, end, all_lines, inner, k, TILING
+            )
+            up = add_step(
+                up, left, of_up, scales, row, first + width, end, all_lines, inner, k, TILING
+            )
     else:
         m, n = row + tl.arange(0, BLOCK_M), column + tl.arange(0, COLUMNS)
         lines = x + m.to(tl.int64)[:, None] * inner
@@ -90,8 +102,12 @@ def multiply_halves(x, w, row, end, expert, column, width, inner, TILING: tl.con
                 across = step.to(tl.int64)[:, None] * 2 * width
             of_gate = tl.load(gates + across, mask=w_mask, other=0.0)
             of_up = tl.load(ups + across, mask=w_mask, other=0.0)
-            gate = add_product(gate, left, of_gate)
-            up = add_product(up, left, of_up)
+            gate = add_step(
+                gate, left, of_gate, scales, row, first, end, all_lines, inner, k, TILING
+            )
+            up = add_step(
+                up, left, of_up, scales, row, first + width, end, all_lines, inner, k, TILING
+            )
     return gate, up
 
 

@@ -310,7 +310,8 @@ def _mixed() -> dict[str, Any]:
             x, w, no, no, no, no, no, float32, name, "auto", ""
         ),
         "mixture_of_experts": lambda: ops.mixture_of_experts(
-            x, experts, weights, w_in, w_out, no, no, 2, 4, name, "auto", "", "", False, False
+            x, experts, weights, w_in, w_out, no, no, no, no, 2, 4, name, "auto", "", "", False,
+            False,
         ),
     }
     for plain in (x, w):  # calls of one dtype, which must not be taken for these

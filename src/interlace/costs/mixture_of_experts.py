@@ -28,7 +28,18 @@ from interlace.units import ceil_div, next_power_of_2
 Counts = Sequence[Sequence[int]]
 
 NUMBER_BYTES = 4
-"""Bytes of a count, a granted buffer's number, a slot's weight, or that weight's gradient."""
+"""Bytes of a count, a granted buffer's number, a slot's weight, that weight's gradient, or a float8
+block's scale.
+"""
+
+
+def operand_row_bytes(width: int, itemsize: int, *, is_float8: bool) -> int:
+    """Return the bytes of a row as it is multiplied: of float8 with the scales of its blocks."""
+    return width + ceil_div(width, _BLOCK) * NUMBER_BYTES if is_float8 else width * itemsize
+
+
+_BLOCK = 128
+"""Elements of a float8 row that share a scale."""
 
 
 def arrivals(counts: Counts, rank: int) -> int:
@@ -46,12 +57,18 @@ def returning(counts: Counts, rank: int) -> int:
     return arrivals(counts, rank) - sum(counts[rank][expert] for expert in _local(counts, rank))
 
 
-def floor_link_bytes(*, counts: Counts, rank: int, hidden: int, itemsize: int) -> int:
+def floor_link_bytes(
+    *, counts: Counts, rank: int, hidden: int, itemsize: int, is_float8: bool = False
+) -> int:
     """Count the bytes that must leave ``rank`` in one pass.
 
     They are the rows of its tokens for peers' experts, and the results of peers' tokens.
+
+    Args:
+        is_float8: Whether rows of tokens leave as float8.
     """
-    return (leaving(counts, rank) + returning(counts, rank)) * hidden * itemsize
+    row_bytes = operand_row_bytes(hidden, itemsize, is_float8=is_float8)
+    return leaving(counts, rank) * row_bytes + returning(counts, rank) * hidden * itemsize
 
 
 def flops(*, counts: Counts, rank: int, hidden: int, ffn: int, gates: int = 2) -> int:
@@ -73,7 +90,7 @@ def weight_bytes(
 
 def floor_memory_bytes(
     *, counts: Counts, rank: int, tokens: int, hidden: int, ffn: int, itemsize: int, trains: bool,
-    gates: int = 2,
+    gates: int = 2, is_float8: bool = False,
 ) -> int:  # fmt: skip
     """Count the bytes that ``rank``'s memory must move in the forward pass.
 
@@ -84,15 +101,21 @@ def floor_memory_bytes(
     Args:
         tokens: Tokens of this rank.
         trains: Whether gate and up are written as well, for the backward pass.
+        is_float8: Whether weights, and the rows that they are multiplied by, are float8; the scales
+            of weights are not counted.
     """
     # The inner layer is written and read; training writes gate and up as well.
     rows, back = arrivals(counts, rank), sum(counts[rank])
-    inner = 2 + gates if trains else 2
-    numbers = hidden * (2 * tokens + 2 * rows + 2 * back) + ffn * rows * inner
-    weights = weight_bytes(
-        counts=counts, rank=rank, hidden=hidden, ffn=ffn, itemsize=itemsize, gates=gates
+    moved = sum(
+        2 * rows * operand_row_bytes(width, itemsize, is_float8=is_float8)
+        for width in (hidden, ffn)
     )
-    return weights + numbers * itemsize
+    others = 2 * hidden * (tokens + back) + (gates * ffn * rows if trains else 0)
+    weights = weight_bytes(
+        counts=counts, rank=rank, hidden=hidden, ffn=ffn, itemsize=1 if is_float8 else itemsize,
+        gates=gates,
+    )  # fmt: skip
+    return weights + moved + others * itemsize
 
 
 def backward_memory_bytes(
@@ -119,7 +142,7 @@ def backward_memory_bytes(
 def forward(
     *, counts: Counts, rank: int, tokens: int, hidden: int, ffn: int, itemsize: int,
     push_tile: tuple[int, int], product_tile: tuple[int, int], trains: bool = False,
-    gates: int = 2,
+    gates: int = 2, is_float8: bool = False,
 ) -> Cost:  # fmt: skip
     """Compute the cost of the fused forward kernels on ``rank``.
 
@@ -131,8 +154,13 @@ def forward(
         push_tile: Rows and columns of tokens that one put sends.
         product_tile: Rows and columns of results that one put sends.
         trains: Whether gate and up are written for the backward pass.
+        is_float8: Whether weights are float8; so are the rows of tokens then, whose scales are a
+            put of their own.
     """
-    peers, row_bytes = len(counts) - 1, hidden * itemsize
+    peers = len(counts) - 1
+    link_bytes = floor_link_bytes(
+        counts=counts, rank=rank, hidden=hidden, itemsize=itemsize, is_float8=is_float8
+    )
     sent = _pushes(counts, rank, push_tile[0]) * ceil_div(hidden, push_tile[1])
     results = _puts(counts, rank, product_tile[0]) * ceil_div(hidden, product_tile[1])
     # Every peer gets this rank's counts per expert, and the number of the granted buffer.
@@ -148,9 +176,10 @@ def forward(
             itemsize=itemsize,
             trains=trains,
             gates=gates,
+            is_float8=is_float8,
         ),
-        link_bytes=peers * numbers + (leaving(counts, rank) + returning(counts, rank)) * row_bytes,
-        messages=2 * peers + sent + results,
+        link_bytes=peers * numbers + link_bytes,
+        messages=2 * peers + (2 if is_float8 else 1) * sent + results,
         signals=2 * peers + _busy_elsewhere(counts, rank),
     )
 
@@ -239,6 +268,7 @@ def copies(chosen: Sequence[Sequence[Sequence[int]]], rank: int, local: int) -> 
 def decode(
     *, counts: Counts, copies: int, rank: int, tokens: int, top_k: int, hidden: int, ffn: int,
     itemsize: int, senders: int, columns: int, product_tile: tuple[int, int],
+    is_float8: bool = False,
 ) -> Cost:  # fmt: skip
     """Compute the cost of ``impl="decode"`` on ``rank``.
 
@@ -248,8 +278,12 @@ def decode(
         senders: Programs that send tokens.
         columns: Columns of a token that one put sends.
         product_tile: Rows and columns of results that one put sends.
+        is_float8: As in :func:`forward`. The inner layer is written in x's dtype, and then as
+            float8.
     """
-    peers, row_bytes = len(counts) - 1, hidden * itemsize
+    peers = len(counts) - 1
+    token_bytes = operand_row_bytes(hidden, itemsize, is_float8=is_float8)
+    inner_bytes = 2 * arrivals(counts, rank) * ffn * itemsize if is_float8 else 0
     results = _puts(counts, rank, product_tile[0]) * ceil_div(hidden, product_tile[1])
     # Every peer gets the experts that this rank's slots name, up to 2048 of them in one put.
     slots = tokens * top_k
@@ -258,10 +292,12 @@ def decode(
         flops=flops(counts=counts, rank=rank, hidden=hidden, ffn=ffn),
         memory_bytes=floor_memory_bytes(
             counts=counts, rank=rank, tokens=tokens, hidden=hidden, ffn=ffn, itemsize=itemsize,
-            trains=False,
-        ),
-        link_bytes=peers * NUMBER_BYTES * slots + (copies + returning(counts, rank)) * row_bytes,
-        messages=named + copies * ceil_div(hidden, columns) + results,
+            trains=False, is_float8=is_float8,
+        ) + inner_bytes,
+        link_bytes=peers * NUMBER_BYTES * slots
+        + copies * token_bytes
+        + returning(counts, rank) * hidden * itemsize,
+        messages=named + copies * ceil_div(hidden, columns) * (2 if is_float8 else 1) + results,
         # Each sender has a signal of its own; then one says that results are complete.
         signals=peers * (senders + 1),
     )  # fmt: skip
@@ -331,8 +367,8 @@ class ExpertsCall:
         world_size: Number of ranks.
         itemsize: Bytes of an element.
         gates: 2 if experts have gate and up, 1 if they have no gate.
-        weight_itemsize: Bytes of an element of a weight, and of the rows that it is multiplied by:
-            1 for float8 with scales of blocks; else ``itemsize``.
+        is_float8: Whether weights, and the rows that they are multiplied by, are float8 with scales
+            of blocks; ``itemsize`` is that of tokens and results.
     """
 
     tokens: int
@@ -343,7 +379,7 @@ class ExpertsCall:
     world_size: int
     itemsize: int = 2
     gates: int = 2
-    weight_itemsize: int = 2
+    is_float8: bool = False
 
     @property
     def size(self) -> tuple[int, ...]:
@@ -373,23 +409,24 @@ class ExpertsCall:
             tile: Rows and columns of the tiles of the products.
         """
         bytes_per_us = profile.product.memory_bytes_per_s / 1e6
-        is_float8 = self.weight_itemsize == 1
         row_bytes = self.hidden * self.itemsize
         peers = self.world_size - 1
         rows = float(self.tokens * self.top_k)
         leaving_rows = rows * peers / self.world_size
+        # Tokens leave as they are multiplied, and come back as results.
+        token_bytes = operand_row_bytes(self.hidden, self.itemsize, is_float8=self.is_float8)
         if schedule == "to_all":
-            sent = 2.0 * self.tokens * peers
+            sent_bytes = 2.0 * self.tokens * peers * row_bytes
             # Every rank permutes the rows of all ranks.
             rows *= self.world_size
         elif schedule == "by_token":
-            sent = self.tokens * peers * self._reach + leaving_rows
+            copies = self.tokens * peers * self._reach
+            sent_bytes = copies * token_bytes + leaving_rows * row_bytes
         else:
-            # Rows leave as they are multiplied, and come back as results.
-            sent = leaving_rows * (1 + self.weight_itemsize / self.itemsize)
-        link = sent * row_bytes / profile.link_bytes_per_s * 1e6
+            sent_bytes = leaving_rows * (token_bytes + row_bytes)
+        link = sent_bytes / profile.link_bytes_per_s * 1e6
         weights = (self.gates + 1) * self.hidden * self.ffn * self.busy
-        memory = weights * self.weight_itemsize / bytes_per_us
+        memory = weights * (1 if self.is_float8 else self.itemsize) / bytes_per_us
         block_m, block_n = tile
         first = self.tiles_of_rows(block_m) * ceil_div(self.gates * self.ffn, block_n)
         second = self.tiles_of_rows(block_m) * ceil_div(self.hidden, block_n)
@@ -397,13 +434,13 @@ class ExpertsCall:
         if self.itemsize == 4:
             # Float32 without tensor cores; only our own kernels multiply it here.
             flops = profile.product.own_float32_flops_per_s
-        elif is_float8:
+        elif self.is_float8:
             flops *= 2 / OWN_BLOCK_SCALES
         compute = sum(
             math.ceil(tiles / profile.processors) * profile.tile_us(block_m, block_n, inner, flops)
             for tiles, inner in ((first, self.hidden), (second, self.ffn))
         )
-        if is_float8 and schedule == "by_token":
+        if self.is_float8 and schedule == "by_token":
             compute *= _FLOAT8_DECODING[0]
             memory *= _FLOAT8_DECODING[1]
         product = max(compute, memory)

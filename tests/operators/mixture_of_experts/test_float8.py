@@ -10,8 +10,9 @@ import torch
 
 import interlace
 from interlace import MixtureOfExpertsConfig
+from interlace.costs import mixture_of_experts as costs
 from interlace.errors import ArgumentError
-from interlace.operators.mixture_of_experts import fused, layout
+from interlace.operators.mixture_of_experts import decode, fused, layout
 from tests.operators.mixture_of_experts.float8 import Float8Call, run_all
 
 POINTERS = MixtureOfExpertsConfig(
@@ -50,6 +51,37 @@ def test_fused_and_decode_have_the_same_bits(ranks: Any) -> None:
     calls = [Float8Call(2, seed=3, impl=impl) for impl in ("fused", "decode")]
     for first, second in ranks(2).run(run_all, calls):
         assert torch.equal(first, second)
+
+
+def _traffic(call: Float8Call) -> tuple[int, int, int]:
+    traffic = interlace.group_of().traffic
+    traffic.reset()
+    call.run()
+    return traffic.message_bytes, traffic.messages, traffic.signals
+
+
+@pytest.mark.parametrize("hidden", [128, 384])
+@pytest.mark.parametrize("impl", ["fused", "decode"])
+def test_traffic_is_what_costs_say(ranks: Any, impl: str, hidden: int) -> None:
+    """Half the bytes go there, and a scale for each 128 of them; as many as ever come back."""
+    call = Float8Call(2, 9, 2, hidden=hidden, routing="few", impl=impl, config=POINTERS, seed=5)
+    chosen = [call.inputs(rank)["experts"] for rank in range(2)]
+    sizes: dict[str, Any] = {
+        "counts": [torch.bincount(each.flatten(), minlength=4).tolist() for each in chosen],
+        "tokens": 9, "hidden": hidden, "ffn": call.ffn, "itemsize": 2, "is_float8": True,
+        "product_tile": (POINTERS.block_m, POINTERS.block_n),
+    }  # fmt: skip
+    for rank, found in enumerate(ranks(2).run(_traffic, call)):
+        if impl == "fused":
+            tile = layout.push_tile(hidden, 2, POINTERS.num_warps, POINTERS.push_rows)
+            cost = costs.forward(rank=rank, push_tile=tile, **sizes)
+        else:
+            cost = costs.decode(
+                rank=rank, top_k=2, senders=decode.senders(9, hidden, POINTERS),
+                copies=costs.copies([each.tolist() for each in chosen], rank, 2),
+                columns=decode.columns(hidden), **sizes,
+            )  # fmt: skip
+        assert found == (cost.link_bytes, cost.messages, cost.signals)
 
 
 def test_rows_arrive_in_half_the_memory() -> None:

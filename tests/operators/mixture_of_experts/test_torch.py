@@ -29,13 +29,14 @@ def _opcheck(form):
         str(SMALL),
         str(call.activation),
     )  # its buffers are zero where no row arrives
-    absent = [] if call.biases else [None, None]
+    absent, no_scales = [] if call.biases else [None, None], [None, None]
     x, *others = leaves
     outcomes = torch.library.opcheck(
-        ops.mixture_of_experts.default, (x, experts, *others, *absent, *how, True, True)
+        ops.mixture_of_experts.default,
+        (x, experts, *others, *absent, *no_scales, *how, True, True),
     )
     x, *others = (leaf.detach() for leaf in leaves)
-    _, *saved = ops.mixture_of_experts(x, experts, *others, *absent, *how, True, True)
+    _, *saved = ops.mixture_of_experts(x, experts, *others, *absent, *no_scales, *how, True, True)
     needed = [True, False, True, call.biases]
     inputs = (grad, x, experts, *others, *absent, *saved, *how, needed)
     return outcomes, torch.library.opcheck(ops.mixture_of_experts_backward.default, inputs)

@@ -98,7 +98,7 @@ class MixtureOfExperts(Operator):
         )
         if not is_such_a_pass:
             return None
-        sizes = {name: int(result[name]) for name in (*self.sizes, "world_size")}
+        sizes: dict[str, Any] = {name: int(result[name]) for name in (*self.sizes, "world_size")}
         return ExpertsCall(**sizes, itemsize=4 if result["dtype"] == "float32" else 2)
 
     def timed_tile(self, implementation: str, call: Any) -> tuple[int, int]:

@@ -77,7 +77,7 @@ class ExpertTerms(NamedTuple):
         sizes = self.sizes
         return ExpertsCall(
             sizes.tokens, sizes.hidden, sizes.ffn, sizes.experts, sizes.chosen, sizes.world_size,
-            self.dtype.itemsize, sizes.gates, 1 if self.is_float8 else self.dtype.itemsize,
+            self.dtype.itemsize, sizes.gates, self.is_float8,
         )  # fmt: skip
 
     @property

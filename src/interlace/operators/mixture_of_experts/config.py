@@ -88,7 +88,7 @@ def untuned_config(impl: str, call: ExpertsCall) -> MixtureOfExpertsConfig:
     if impl == "decode":
         return _decode_config(call)
     stagger = 100 if call.ffn < _CALM else 0
-    if call.weight_itemsize == 1:
+    if call.is_float8:
         return MixtureOfExpertsConfig(
             block_m=64, block_n=SCALE_BLOCK, block_k=SCALE_BLOCK, group_m=16, num_warps=4,
             num_stages=4, push_programs=128, push_rows=32, stagger=stagger,
@@ -109,7 +109,7 @@ def _decode_config(call: ExpertsCall) -> MixtureOfExpertsConfig:
         return MixtureOfExpertsConfig(
             block_m=16, block_n=64, block_k=32, num_warps=4, push_programs=64
         )
-    if call.weight_itemsize == 1:
+    if call.is_float8:
         return MixtureOfExpertsConfig(
             block_m=16 if most_rows <= 16 else 32, block_n=128, block_k=SCALE_BLOCK, num_warps=4,
             num_stages=3, push_programs=64,

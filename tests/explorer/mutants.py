@@ -384,6 +384,18 @@ MUTANTS = [
         (f"{_EXPERTS}.dispatch:dispatch_grouped_gemm_backward", "no wait", ("wait", 0)),
     ),
     *_of(
+        "mixture_of_experts, float8",
+        # The first puts are of rows, the second ones of their scales.
+        (f"{_EXPERTS}.dispatch:_push", "no release", ("signal", 0)),
+        (f"{_EXPERTS}.dispatch:_push", "signal before put", ("signal", 0)),
+        (f"{_EXPERTS}.dispatch:_await_rows", "no wait", ("wait", 0)),
+    ),
+    *_of(
+        "mixture_of_experts, float8, decode",
+        (f"{_EXPERTS}.decode:gather_tokens", "no release", ("signal", 0)),
+        (f"{_EXPERTS}.decode:gather_tokens", "no wait", ("wait", 0)),
+    ),
+    *_of(
         "mixture_of_experts, decode",
         (f"{_EXPERTS}.decode:gather_tokens", "no release", ("signal", 0)),
         (f"{_EXPERTS}.decode:gather_tokens", "no wait", ("wait", 0)),

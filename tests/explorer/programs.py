@@ -448,6 +448,50 @@ def experts(rank: Rank, backward: bool = False, impl: str = "fused") -> None:
     _rounds(rank, make)
 
 
+def experts_in_float8(rank: Rank, impl: str = "fused") -> None:
+    """As there, with weights of float8. Tokens are exact in float8, activations are not."""
+    config = interlace.MixtureOfExpertsConfig(
+        block_m=16, block_n=128, block_k=128, group_m=2, num_warps=4, programs=1, push_programs=1,
+        push_rows=4, sum_programs=1, stagger=0,
+    )  # fmt: skip
+    w_in = [_numbers(each, 2, 128, 128, seed=8).clamp(-1, 1) for each in range(rank.world_size)]
+    w_out = torch.eye(128)[None].to(torch.float8_e4m3fn)
+
+    def make(kind: int, turn: int) -> Call:
+        tokens = (3, 5)[kind]
+        x = _numbers(rank.rank, tokens, 128, seed=turn)
+        x[:, 0] = 3.5  # 448 / 128, so that all are whole numbers of the scale
+        first = (torch.arange(tokens) + rank.rank) % rank.world_size
+        chosen = torch.stack([first, (first + 1) % rank.world_size], 1)
+        weights = torch.tensor([0.5, 0.25]).repeat(tokens, 1)
+        results = []
+        for of_token, experts_of_token in zip(x, chosen.tolist(), strict=True):
+            rows = []
+            for expert in experts_of_token:
+                gate, up = w_in[expert] @ of_token
+                active = (gate.relu() * up).half().float()
+                scale = active.abs().max() / 448
+                float8 = (active / scale).to(torch.float8_e4m3fn).float()
+                rows.append((float8 * scale).half().float())
+            results.append(0.5 * rows[0] + 0.25 * rows[1])
+        call = functools.partial(
+            interlace.mixture_of_experts,
+            x.half(),
+            chosen,
+            weights,
+            w_in[rank.rank][None].to(torch.float8_e4m3fn).transpose(1, 2),
+            w_out,
+            w_in_scale=torch.ones(1, 1, 2, 1),
+            w_out_scale=torch.ones(1, 1, 1),
+            activation="relu",
+            impl=impl,
+            config=config,
+        )
+        return call, torch.stack(results).half()
+
+    _rounds(rank, make)
+
+
 def _expert(x: torch.Tensor, w_in: torch.Tensor, w_out: torch.Tensor) -> torch.Tensor:
     return w_out @ (F.silu(w_in[:, 0] @ x) * (w_in[:, 1] @ x))
 
@@ -559,6 +603,8 @@ PROGRAMS: dict[str, Callable[[Rank], None]] = {
     "mixture_of_experts": experts,
     "mixture_of_experts, backward": functools.partial(experts, backward=True),
     "mixture_of_experts, decode": functools.partial(experts, impl="decode"),
+    "mixture_of_experts, float8": experts_in_float8,
+    "mixture_of_experts, float8, decode": functools.partial(experts_in_float8, impl="decode"),
     "mapped all-to-all": functools.partial(fused, collective="all_to_all"),
     "mapped all-to-all by copies": functools.partial(
         fused, collective="all_to_all", transport="copy_engine"

@@ -46,6 +46,8 @@ _NAMES = [
     "mixture_of_experts",
     "mixture_of_experts, backward",
     "mixture_of_experts, decode",
+    "mixture_of_experts, float8",
+    "mixture_of_experts, float8, decode",
     "mapped all-to-all",
     "mapped all-to-all by copies",
     "mapped reduce-scatter",

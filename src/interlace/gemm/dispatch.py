@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import gc
 import logging
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from interlace.comm.groups.symmetric_memory import SymmetricPlace
 from interlace.comm.host.agreement import Family
 from interlace.comm.host.identity import profile_digest
 from interlace.comm.replay.deferred import DeferredCall
-from interlace.comm.replay.replays import AgainCall
+from interlace.comm.replay.replays import AgainCall, places
 from interlace.comm.runtime import ranges
 from interlace.comm.runtime.driver import is_out_of_memory
 from interlace.costs.known_profiles import as_of, version
@@ -95,6 +95,17 @@ of a call that its form alone finds.
 
 _ALIGNMENT = 16
 """Bytes: Triton compiles for an address that this divides, and for one that it does not."""
+
+
+def recall_key(operator: str, tensors: Sequence[torch.Tensor | None], *options: Any) -> Hashable:
+    """Return by what ``Group.recall`` finds a call of these tensors and options when it comes
+    again; None where it is not to look: on a CPU, and while a profiler listens.
+    """
+    assert tensors[0] is not None
+    if not tensors[0].is_cuda or ranges.is_listening():
+        return None
+    lists = (tuple(option) if isinstance(option, list) else option for option in options)
+    return operator, *places(*tensors), invariance.mode(), *lists
 
 
 def known_call(

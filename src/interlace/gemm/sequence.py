@@ -10,7 +10,7 @@ import abc
 import dataclasses
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -253,6 +253,7 @@ def run(
     group_name: str,
     impl: str,
     config: str,
+    known: Hashable,
 ) -> Any:
     """Agree on a call with all ranks, choose what runs it, and run it. Collective.
 
@@ -261,6 +262,7 @@ def run(
         columns: The columns of each rank, as the caller says.
         gather: Whether the gathered x is a result, too; ranks may differ in it.
         config: The text of a configuration; empty for the one that is chosen.
+        known: By what ``Group.recall`` finds the call when it comes again; None for nothing.
 
     Raises:
         ArgumentError: The lists do not fit, or ``impl`` cannot run such a call, or not with the
@@ -280,7 +282,7 @@ def run(
     group.check()
     tensors = (operands.x, operands.w)
     with ranges.around(operator.name, implementation.name, tensors, lambda: None):
-        return group.perform(implementation.run(call))
+        return group.perform(implementation.run(call), known)
 
 
 def _decide(

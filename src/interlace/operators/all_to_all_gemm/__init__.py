@@ -16,7 +16,7 @@ from interlace.comm.groups.registration import (
     register,
 )
 from interlace.errors import ArgumentError
-from interlace.gemm.dispatch import group_for
+from interlace.gemm.dispatch import group_for, recall_key
 from interlace.gemm.operands import (
     Operands,
     contiguous_dimension,
@@ -309,11 +309,16 @@ def _run(
     impl: str,
     config: str,
 ) -> Pair:
-    operands = Operands(x, w, bias, None, None, x.dtype)
     group = group_for(NAME, group_name, x.device)
-    rows = _rows(x, splits, group.world_size)
-    columns = _columns(x, column_splits, group.world_size)
-    pair: Pair = run(_DECLARATION, operands, rows, columns, gather, group, group_name, impl, config)
+    known = recall_key(NAME, (x, w, bias), column_splits, splits, gather, impl, config)
+    pair: Pair | None = None if known is None else group.recall(known)
+    if pair is None:
+        operands = Operands(x, w, bias, None, None, x.dtype)
+        rows = _rows(x, splits, group.world_size)
+        columns = _columns(x, column_splits, group.world_size)
+        pair = run(
+            _DECLARATION, operands, rows, columns, gather, group, group_name, impl, config, known
+        )
     return pair
 
 

@@ -28,6 +28,7 @@ from interlace.comm.replay.replays import places
 from interlace.comm.runtime import ranges
 from interlace.errors import ArgumentError
 from interlace.gemm import invariance
+from interlace.gemm.dispatch import recall_key
 from interlace.gemm.operands import (
     FLOAT8,
     FLOATS,
@@ -460,16 +461,6 @@ _library.define(
 )
 
 
-def _known(operator: str, tensors: Sequence[torch.Tensor | None], *others: Any) -> Any:
-    """Return by what ``Group.recall`` finds a pass of these arguments; None where it is not to
-    look: on a CPU, and while a profiler listens.
-    """
-    assert tensors[0] is not None
-    if not tensors[0].is_cuda or ranges.is_listening():
-        return None
-    return operator, *places(*tensors), invariance.is_enabled(), *others
-
-
 def _call(inputs: Sequence[Any], options: Sequence[Any], *others: Any) -> LayerCall:
     """Return the call of both operators' tensors and options, in the schemas' order, and of the
     fields behind them.
@@ -481,7 +472,7 @@ def _call(inputs: Sequence[Any], options: Sequence[Any], *others: Any) -> LayerC
 def _run(*arguments: Any) -> tuple[torch.Tensor, ...]:
     *tensors, keeps, saves = arguments
     tensors, options = tensors[:-_NUMBERS], tensors[-_NUMBERS:]
-    known = _known(OPERATOR, tensors, *options, keeps, saves)
+    known = recall_key(OPERATOR, tensors, *options, keeps, saves)
     if known is not None:
         result = group_named(options[_GROUP_NAME], tensors[0].device).recall(known)
         if result is not None:
@@ -503,7 +494,7 @@ def _fake(*arguments: Any) -> tuple[torch.Tensor, ...]:
 
 def _run_backward(grad: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, ...]:
     tensors, (*options, needed) = arguments[: -_NUMBERS - 1], arguments[-_NUMBERS - 1 :]
-    known = _known(BACKWARD, (grad, *tensors), *options, tuple(needed))
+    known = recall_key(BACKWARD, (grad, *tensors), *options, needed)
     if known is not None:
         group = group_named(options[_GROUP_NAME], grad.device)
         gradients: tuple[torch.Tensor, ...] | None = group.recall(known)

@@ -346,6 +346,31 @@ def test_a_norm_of_tokens_whose_number_changes(ranks: Any, counts: tuple[int, ..
         assert max(errors) < 1e-5
 
 
+class RowParallelLinear(torch.nn.Linear):
+    """What the plug-in looks at of vLLM's layer, which adds its bias on the first rank only."""
+
+    skip_bias_add = False
+
+
+def _run_biased(columns: int) -> tuple[list[str | None], int, float]:
+    with _vllm():
+        RowParallelLinear(K, columns)
+    try:
+        return _run("few tokens")
+    finally:
+        vllm._biased_columns.clear()
+
+
+@pytest.mark.parametrize(("columns", "operators"), [(N, [None]), (N + 1, ["gemm_all_reduce"])])
+def test_a_bias_that_other_ranks_do_not_see(
+    ranks: Any, columns: int, operators: list[str | None]
+) -> None:
+    """Sums with as many columns are left alone on all ranks, as one rank's graph has the bias."""
+    for found, _, error in ranks(2).run(_run_biased, columns):
+        assert found == operators
+        assert error < 1e-5
+
+
 def _quantised(x: torch.Tensor, use_ue8m0: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """As vLLM's function, which has scales along rows for DeepGEMM and CUTLASS."""
     y, scale = torch.empty_like(x, dtype=FLOAT8), x.new_empty(2, len(x), dtype=torch.float32).T

@@ -49,6 +49,7 @@ def _vllm() -> Iterator[None]:
         uninstall()
         for name in (*vllm.COLLECTIVES, *vllm.NORMS, *vllm.PRODUCTS):
             foreign.unregister(name)
+        vllm._biased_columns.clear()
         parallel_state._WORLD = None
 
 
@@ -64,8 +65,8 @@ def _program(name: str) -> Any:
     from vllm.model_executor.layers.layernorm import RMSNorm
     from vllm.model_executor.models.llama import LlamaMLP
 
-    if name == "row-parallel linear":
-        rows = linear.RowParallelLinear(2 * HIDDEN, HIDDEN, bias=False, prefix="rows")
+    if name in ("row-parallel linear", "a bias"):
+        rows = linear.RowParallelLinear(2 * HIDDEN, HIDDEN, bias=name == "a bias", prefix="rows")
         rows = _filled(rows)
         return lambda x, _: rows(x)[0]
     if name == "columns and rows":
@@ -100,6 +101,7 @@ def _run(name: str, tokens: int, changing: bool) -> tuple[list[str | None], floa
     ("name", "tokens", "changing", "operators"),
     [
         ("row-parallel linear", 6, False, ["gemm_all_reduce"]),
+        ("a bias", 6, False, [None]),
         ("columns and rows", 130, False, ["gemm_all_reduce"]),
         ("the MLP of a Llama", 6, False, ["gemm_all_reduce"]),
         ("the MLP of a Llama", 130, True, ["gemm_all_reduce"]),

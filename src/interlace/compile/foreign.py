@@ -13,6 +13,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch._higher_order_ops.auto_functionalize import auto_functionalized
 from torch._ops import OpOverload
@@ -46,11 +47,14 @@ class Foreign:
         name: The operator's qualified name, such as ``"vllm::all_reduce"``.
         collective: ``"all_reduce"``, ``"reduce_scatter"`` (both of them sums) or ``"all_gather"``.
         process_group: Returns the process group of a name of the program's.
+        require_alike: Raises :class:`interlace.compile.findings.LeftAlone` if the graphs of ranks
+            may differ before the collective, given its operand.
     """
 
     name: str
     collective: str
     process_group: ProcessGroupOf
+    require_alike: Callable[[torch.Tensor], None] = lambda _: None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -233,6 +237,7 @@ def _spell(node: Node, foreign: Foreign) -> SpelledCollective:
             raise LeftAlone(f"{foreign.name} has no argument {name!r}")
         return named[name]
 
+    foreign.require_alike(value(operand))
     name = of("group_name")
     try:
         group = foreign.process_group(name)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from interlace import compile
 from interlace.clients import CLIENTS, is_on
 from interlace.compile import backends, foreign
+from interlace.compile.findings import LeftAlone
 from interlace.compile.foreign import ScaledOperands
 from interlace.compile.graph import Writer, aten, value
 from interlace.compile.summary import summary
@@ -133,16 +136,44 @@ def register() -> None:
         log.info("vLLM left alone: it runs in its batch-invariant mode (%s)", _VLLM.promise)
         return
     for name, collective in COLLECTIVES.items():
-        foreign.register(foreign.Foreign(name, collective, process_group))
+        foreign.register(foreign.Foreign(name, collective, process_group, _require_no_bias))
     for name, has_residual in NORMS.items():
         foreign.register(foreign.ForeignNorm(name, has_residual))
     for name, operands in PRODUCTS.items():
         foreign.register(foreign.ForeignProduct(name, operands))
+    _watch_biases()
     summary.name_program("vllm", "vLLM")
     _keep_graphs_apart()
     # At its start the engine waits for calls of dozens of sizes. Measured, each kind of them takes
     # a tenth of a second, and kernels are compiled that then do not run.
     compile.install(autotune=False)
+
+
+_biased_columns: set[int] = set()
+"""Columns of the row-parallel layers of this process that add a bias before their sum."""
+
+
+@functools.cache
+def _watch_biases() -> None:
+    """Let torch call :func:`_note_bias` for every parameter that a module of this process gets."""
+    register_module_parameter_registration_hook(_note_bias)
+
+
+def _note_bias(layer: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
+    """Note a row-parallel layer that adds a bias, when it gets this parameter."""
+    is_row_parallel = "RowParallelLinear" in (base.__name__ for base in type(layer).__mro__)
+    if name == "bias" and parameter is not None and is_row_parallel and not layer.skip_bias_add:
+        _biased_columns.add(len(parameter))
+
+
+def _require_no_bias(operand: torch.Tensor) -> None:
+    """Raise :class:`LeftAlone` if the first rank may have added a bias to a collective's operand.
+
+    vLLM adds a layer's bias on the first rank only, and only that rank's graph shows it: ranks that
+    decided by their graphs would decide differently, and wait for one another.
+    """
+    if operand.shape[-1] in _biased_columns:
+        raise LeftAlone("a row-parallel layer adds a bias, on the first rank only")
 
 
 def _keep_graphs_apart() -> None:

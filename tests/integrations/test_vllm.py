@@ -17,7 +17,7 @@ import torch.distributed as dist
 from interlace.compile import eager_backend, foreign, recording, uninstall
 from interlace.gemm.operands import FLOAT8
 from interlace.integrations import vllm
-from tests.integrations import vllm_kernels
+from tests.integrations import float8_kernels
 
 M, K, N = 128, 8, 12  # as many tokens as gemm_all_reduce is for
 
@@ -472,7 +472,7 @@ def _run_product(name: str) -> tuple[list[tuple[str | None, str]], list[str], fl
     arguments.append(torch.randint(1, 4, (1, 2)).float())
     fp8_utils: Any = ModuleType("fp8_utils")
     fp8_utils.per_token_group_quant_fp8 = lambda x, size, *, column_major_scales, use_ue8m0: (
-        vllm_kernels.quantised(x, size, use_ue8m0)
+        float8_kernels.quantised(x, size, use_ue8m0)
     )
     graphs: list[torch.fx.Graph] = []
 
@@ -493,7 +493,7 @@ def _run_product(name: str) -> tuple[list[tuple[str | None, str]], list[str], fl
 
     quantising = "vllm.model_executor.layers.quantization.utils.fp8_utils"
     with (
-        _vllm(), vllm_kernels.kernels(), vllm_kernels.products(), torch.no_grad(),
+        _vllm(), float8_kernels.kernels(), float8_kernels.products(), torch.no_grad(),
         recording() as findings, config.patch(enable_auto_functionalized_v2=False),
         pytest.MonkeyPatch.context() as patch,
     ):  # fmt: skip

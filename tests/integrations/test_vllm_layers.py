@@ -23,7 +23,7 @@ from examples.integrations.vllm_llama_mlp import worker_of_vllm
 from interlace.compile import InductorPass, eager_backend, foreign, recording, uninstall
 from interlace.gemm.operands import FLOAT8
 from interlace.integrations import vllm
-from tests.integrations import vllm_kernels
+from tests.integrations import float8_kernels
 
 HIDDEN, INTERMEDIATE = 16, 32
 BLOCKS = 2  # of 128 elements, along both dimensions of a rank's weight
@@ -128,14 +128,14 @@ def _float8(kernel: str) -> Iterator[None]:
 
     with (
         _vllm(),
-        vllm_kernels.kernels(),
+        float8_kernels.kernels(),
         config.patch(enable_auto_functionalized_v2=False),  # as vLLM does
         ExitStack() as stack,
     ):
         settings = get_current_vllm_config()
         settings.compilation_config.custom_ops.append("+quant_fp8")
         settings.model_config = SimpleNamespace(dtype=torch.bfloat16)
-        for target, name, value in vllm_kernels.patches(kernel):
+        for target, name, value in float8_kernels.patches(kernel):
             stack.enter_context(mock.patch.object(target, name, value))
         yield
 
@@ -185,7 +185,7 @@ def _run_float8(kernel: str, is_normed: bool) -> tuple[list[str | None], list[fl
 @pytest.mark.parametrize(
     ("is_normed", "operators"), [(False, ["gemm_all_reduce"]), (True, ["gemm_all_reduce_norm"])]
 )
-@pytest.mark.parametrize("kernel", vllm_kernels.CLASSES)
+@pytest.mark.parametrize("kernel", float8_kernels.CLASSES)
 def test_layers_in_float8(
     ranks: Any, kernel: str, is_normed: bool, operators: list[str | None]
 ) -> None:

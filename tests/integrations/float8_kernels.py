@@ -1,4 +1,4 @@
-"""Stand-ins on the CPU for vLLM's kernels of float8, whose schemas are vLLM's."""
+"""Stand-ins on the CPU for kernels of float8; the schemas of vLLM's are its own."""
 
 from __future__ import annotations
 

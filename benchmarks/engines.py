@@ -10,11 +10,17 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
+_LLAMA_70B = {
+    "hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+}  # fmt: skip
+_BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "llama-70b": ("LlamaConfig", "LlamaForCausalLM", {
-        "hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-    }),
+    "llama-70b": ("LlamaConfig", "LlamaForCausalLM", _LLAMA_70B),
+    "llama-70b-fp8": (
+        "LlamaConfig", "LlamaForCausalLM", {**_LLAMA_70B, "quantization_config": _BLOCKS},
+    ),
     "qwen3-8b": ("Qwen3Config", "Qwen3ForCausalLM", {
         "hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32,
         "num_key_value_heads": 8, "head_dim": 128,

@@ -394,6 +394,18 @@ MUTANTS = [
         "return x.flatten(0, -2)",
         "integrations/test_symm_mem.py::test_matmul_reduce_scatter",
     ),
+    Mutant(
+        "interlace/integrations/vllm.py",
+        "use_ue8m0 and len(x) >= _FLASHINFER_ROWS",
+        "False",
+        "integrations/test_vllm.py::test_products_of_vllm",
+    ),
+    Mutant(
+        "interlace/integrations/vllm.py",
+        "if operand.shape[-1] in _biased_columns:",
+        "if not operand.shape:",
+        "integrations/test_vllm.py::test_a_bias_that_other_ranks_do_not_see",
+    ),
     # language
     Mutant(
         "interlace/language/tree.py",

@@ -15,7 +15,9 @@ import torch
 import torch.distributed as dist
 
 from interlace.compile import eager_backend, foreign, recording, uninstall
+from interlace.gemm.operands import FLOAT8
 from interlace.integrations import vllm
+from tests.integrations import float8_kernels
 
 M, K, N = 128, 8, 12  # as many tokens as gemm_all_reduce is for
 
@@ -120,9 +122,7 @@ def _vllm() -> Iterator[None]:
         yield
     finally:
         uninstall()
-        for name in vllm.COLLECTIVES:
-            foreign.unregister(name)
-        for name in vllm.NORMS:
+        for name in (*vllm.COLLECTIVES, *vllm.NORMS, *vllm.PRODUCTS):
             foreign.unregister(name)
         for name in modules:
             del sys.modules[name]
@@ -344,6 +344,183 @@ def test_a_norm_of_tokens_whose_number_changes(ranks: Any, counts: tuple[int, ..
     for operators, errors in ranks(2).run(_dynamic, name, counts):
         assert operators == ["gemm_all_reduce_norm"]
         assert max(errors) < 1e-5
+
+
+class RowParallelLinear(torch.nn.Linear):
+    """What the plug-in looks at of vLLM's layer, which adds its bias on the first rank only."""
+
+    skip_bias_add = False
+
+
+def _run_biased(columns: int) -> tuple[list[str | None], int, float]:
+    with _vllm():
+        RowParallelLinear(K, columns)
+    try:
+        return _run("few tokens")
+    finally:
+        vllm._biased_columns.clear()
+
+
+@pytest.mark.parametrize(("columns", "operators"), [(N, [None]), (N + 1, ["gemm_all_reduce"])])
+def test_a_bias_that_other_ranks_do_not_see(
+    ranks: Any, columns: int, operators: list[str | None]
+) -> None:
+    """Sums with as many columns are left alone on all ranks, as one rank's graph has the bias."""
+    for found, _, error in ranks(2).run(_run_biased, columns):
+        assert found == operators
+        assert error < 1e-5
+
+
+def _quantised(x: torch.Tensor, use_ue8m0: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """As vLLM's function, which has scales along rows for DeepGEMM and CUTLASS."""
+    y, scale = torch.empty_like(x, dtype=FLOAT8), x.new_empty(2, len(x), dtype=torch.float32).T
+    torch.ops._C.per_token_group_fp8_quant(
+        x, y, scale, 128, 1e-10, -448.0, 448.0, use_ue8m0, True, False
+    )
+    return y, scale
+
+
+def _deep_gemm(x: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor) -> torch.Tensor:
+    y = x.new_empty(len(x), len(w))
+    _ops().fp8_gemm_nt_op(*_quantised(x, True), w, w_scale, y, True)
+    return y
+
+
+def _cutlass(x: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor) -> torch.Tensor:
+    y = x.new_empty(len(x), len(w))
+    rows, scale = _quantised(x)
+    torch.ops._C.cutlass_scaled_mm(y, rows, w.t(), scale, w_scale.t(), None)
+    return y
+
+
+def _cutlass_by_rows(x: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor) -> torch.Tensor:
+    """A scale for each row of x, and one for w, as ``quantization="fp8"`` has them."""
+    y = x.new_empty(len(x), len(w))
+    scale = x.abs().amax(-1, keepdim=True).float() / 448
+    rows = (x / scale).to(FLOAT8)
+    torch.ops._C.cutlass_scaled_mm(y, rows, w.t(), scale, w_scale[:1, :1].reshape(()), None)
+    return y
+
+
+def _triton(
+    x: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor, dtype: torch.dtype = torch.bfloat16
+) -> torch.Tensor:
+    rows, scale = _quantised(x)
+    y: torch.Tensor = _ops().w8a8_triton_block_scaled_mm_func(
+        rows, w, scale, w_scale, [128, 128], dtype
+    )
+    return y
+
+
+def _flashinfer(x: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor) -> torch.Tensor:
+    y: torch.Tensor = _ops().dynamic_flashinfer_deepgemm_blockscale_gemm(x, w, w_scale, 128, True)
+    return y
+
+
+# name: the program, tokens, the operator wanted, and the reason if there is none
+PRODUCTS: dict[str, tuple[Callable[..., torch.Tensor], int, str | None, str]] = {
+    "DeepGEMM": (
+        lambda *operands: _ops().all_reduce(_deep_gemm(*operands), "tp:0"),
+        6, "gemm_all_reduce", "",
+    ),
+    "DeepGEMM and a norm": (
+        lambda *operands: torch.ops.vllm_ir.rms_norm(
+            _ops().all_reduce(_deep_gemm(*operands), "tp:0"), None, 1e-6
+        ),
+        6, "gemm_all_reduce_norm", "",
+    ),
+    "CUTLASS": (
+        lambda *operands: _ops().reduce_scatter(_cutlass(*operands), 0, 2, "tp:0"),
+        40, "gemm_reduce_scatter", "",
+    ),
+    "CUTLASS, scales of rows": (
+        lambda *operands: _ops().all_reduce(_cutlass_by_rows(*operands), "tp:0"),
+        6, "gemm_all_reduce", "",
+    ),
+    "Triton": (
+        lambda *operands: _ops().all_reduce(_triton(*operands), "tp:0"),
+        40, "gemm_all_reduce", "",
+    ),
+    "FlashInfer": (
+        lambda *operands: _ops().all_reduce(_flashinfer(*operands), "tp:0"),
+        40, "gemm_all_reduce", "",
+    ),
+    "another dtype": (
+        lambda *operands: _ops().all_reduce(_triton(*operands, torch.float16), "tp:0"),
+        6, None, "operators multiply torch.float8_e4m3fn into torch.bfloat16",
+    ),
+    "packed scales": (
+        lambda x, w, w_scale: _ops().all_reduce(_deep_gemm(x, w, w_scale.int()), "tp:0"),
+        6, None, "operators take float32 for matrices, rows or blocks of 128",
+    ),
+    "the product has another use": (
+        lambda *operands: (lambda y: _ops().all_reduce(y, "tp:0") + y)(_flashinfer(*operands)),
+        6, None, "uses the product, too",
+    ),
+}  # fmt: skip
+
+
+def _run_product(name: str) -> tuple[list[tuple[str | None, str]], list[str], float]:
+    """The operators and reasons, vLLM's products and our quantisation that are called then, and the
+    error.
+    """
+    from torch._inductor import config
+
+    program, tokens, *_ = PRODUCTS[name]
+    torch.manual_seed(17 + dist.get_rank())
+    arguments = [torch.randn(tokens, 256).bfloat16(), torch.randn(48, 256).to(FLOAT8)]
+    arguments.append(torch.randint(1, 4, (1, 2)).float())
+    fp8_utils: Any = ModuleType("fp8_utils")
+    fp8_utils.per_token_group_quant_fp8 = lambda x, size, *, column_major_scales, use_ue8m0: (
+        float8_kernels.quantised(x, size, use_ue8m0)
+    )
+    graphs: list[torch.fx.Graph] = []
+
+    def backend(module: torch.fx.GraphModule, inputs: Any) -> Any:
+        from torch._dynamo.backends.common import aot_autograd
+        from torch._functorch._aot_autograd.utils import make_boxed_func
+
+        from interlace.compile import fuse
+
+        def compile_graph(graph: torch.fx.GraphModule, _: Any) -> Any:
+            fuse(graph.graph)
+            graph.graph.lint()
+            graph.recompile()
+            graphs.append(graph.graph)
+            return make_boxed_func(graph.forward)
+
+        return aot_autograd(fw_compiler=compile_graph)(module, inputs)
+
+    quantising = "vllm.model_executor.layers.quantization.utils.fp8_utils"
+    with (
+        _vllm(), float8_kernels.kernels(), float8_kernels.products(), torch.no_grad(),
+        recording() as findings, config.patch(enable_auto_functionalized_v2=False),
+        pytest.MonkeyPatch.context() as patch,
+    ):  # fmt: skip
+        patch.setitem(sys.modules, quantising, fp8_utils)
+        expected = program(*arguments).float()
+        torch.compiler.reset()
+        found = torch.compile(program, backend=backend, fullgraph=True)(*arguments).float()
+        # Functionalised calls have the operator as their first argument.
+        called = [item for node in graphs[0].nodes for item in (node.target, *node.args[:1])]
+    names = [item.name() for item in called if isinstance(item, torch._ops.OpOverload)]
+    products = [name for name in names if name in (*vllm.PRODUCTS, "interlace::vllm_quantise")]
+    return (
+        [(finding.operator, finding.reason) for finding in findings],
+        products,
+        float((found - expected).norm() / expected.norm()),
+    )
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products_of_vllm(ranks: Any, name: str) -> None:
+    _, _, operator, wanted = PRODUCTS[name]
+    for ((found, reason),), products, error in ranks(2).run(_run_product, name):
+        assert found == operator, reason
+        assert wanted in reason
+        assert len(products) == (operator is None or name == "FlashInfer")
+        # Parts and sums are rounded to bfloat16, by truncation in the interpreter.
+        assert error < 2**-6
 
 
 def _inductor() -> tuple[list[str | None], float]:

@@ -45,9 +45,34 @@ _RECIPES = tuple(
 )
 """The kinds of scales that operators take, all float32."""
 
+
+def scaled_product(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    x_scale: torch.Tensor,
+    w_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Return an uninitialised result of another program's product of float8 operands.
+
+    The pass puts a call of this function in the place of such a product while it looks for pairs
+    (:mod:`interlace.compile.foreign`). No graph that runs has one.
+
+    Args:
+        x: ``[M, K]``.
+        w: ``[N, K]``.
+        x_scale, w_scale: The scales as operators take them.
+        bias: ``[N]``, or None.
+        dtype: The dtype of the result ``[M, N]``.
+    """
+    return x.new_empty([x.shape[0], w.shape[0]], dtype=dtype)
+
+
 _WORK = (
     *_PRODUCTS,
     *_SCALED,
+    scaled_product,
     aten.baddbmm.default,
     aten._grouped_mm.default,
     aten.convolution.default,
@@ -65,7 +90,8 @@ class Product:
             a batch of one.
         by_columns: Whether the weight's last dimension is N.
         bias: The vector ``[N]`` that is added to every row, or None.
-        x_scale, w_scale: The scales of float8 operands, as torch's product takes them; else None.
+        x_scale, w_scale: The scales of float8 operands, else None. Those of blocks of w have the
+            layout of w: ``[N / 128, K / 128]``, or transposed and padded along K if ``by_columns``.
     """
 
     node: Node
@@ -105,12 +131,18 @@ class Product:
     @property
     def has_block_scales(self) -> bool:
         """Whether scales are those of blocks."""
-        return self.x_scale is not None and value(self.x_scale).shape[1:].numel() > 1
+        if self.x_scale is None or self.w_scale is None:
+            return False
+        # A row of x whose K is one block has one scale.
+        of_w = value(self.w_scale).numel()
+        return value(self.x_scale).shape[1:].numel() > 1 or of_w not in (1, self.columns)
 
     def scales(self, writer: Writer) -> list[Node | None]:
         """Return the scales as operators take them; None of other dtypes than float8."""
         x_scale, w_scale = self.x_scale, self.w_scale
-        if w_scale is not None and self.has_block_scales:
+        if w_scale is not None and value(w_scale).numel() == 1:
+            w_scale = writer.reshape(w_scale, [1])
+        elif w_scale is not None and self.has_block_scales and self.by_columns:
             # ``[K / 128, N / 128]``, which cuBLAS wants padded along K.
             w_scale = writer.call(aten.permute.default, w_scale, [1, 0])
             blocks = ceil_div(self.inner, SCALE_BLOCK)
@@ -173,6 +205,9 @@ def product_of(node: Node, *, scaled: bool = False) -> Product | None:
     """
     if scaled and node.op == "call_function" and node.target in _SCALED:
         return _scaled_product(node)
+    if scaled and node.target is scaled_product:
+        x, w, x_scale, w_scale, bias, _ = node.args
+        return Product(node, x, w, False, bias, x_scale, w_scale)  # type: ignore[arg-type]
     if node.op != "call_function" or node.target not in _PRODUCTS:
         return None
     x, w, bias = _PRODUCTS[node.target]
@@ -209,16 +244,15 @@ def _require_suitable_scales(product: Product) -> None:
     assert product.x_scale is not None
     assert product.w_scale is not None
     of_x, of_w = value(product.x_scale), value(product.w_scale)
-    rows, (inner, columns) = x.shape[0], w.shape
-    blocks = ceil_div(inner, SCALE_BLOCK)
-    padded = round_up(blocks, ROWS_OF_BLOCKS)
+    columns, blocks = product.columns, ceil_div(product.inner, SCALE_BLOCK)
+    by_rows = of_w.mT if product.by_columns and of_w.dim() == 2 else of_w
     kinds = (
-        (of_x.numel() == 1 and of_w.numel() == 1),
-        (are_equal(of_x.shape, [rows, 1]) and are_equal(of_w.shape, [1, columns])),
-        are_equal(of_x.shape, [rows, blocks])
-        and of_w.dim() == 2
-        and of_w.shape[0] in (blocks, padded)
-        and of_w.shape[1] == ceil_div(columns, SCALE_BLOCK),
+        (are_equal([of_x.numel()], [1]) or are_equal(of_x.shape, [x.shape[0], 1]))
+        and (of_w.numel() == 1 or list(by_rows.shape) in ([columns], [columns, 1])),
+        are_equal(of_x.shape, [x.shape[0], blocks])
+        and by_rows.dim() == 2
+        and by_rows.shape[0] == ceil_div(columns, SCALE_BLOCK)
+        and by_rows.shape[1] in (blocks, round_up(blocks, ROWS_OF_BLOCKS)),
     )
     if {of_x.dtype, of_w.dtype} != {torch.float32} or not any(kinds):
         raise LeftAlone(

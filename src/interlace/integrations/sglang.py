@@ -14,11 +14,19 @@ from interlace.compile.choice import overload, usable_ranks
 from interlace.compile.findings import LeftAlone
 from interlace.counting import calls_of
 from interlace.gemm import invariance
-from interlace.gemm.operands import FLOATS, contiguous_dimension
+from interlace.gemm.operands import FLOAT8, FLOATS, contiguous_dimension
+from interlace.gemm.scaled import SCALE_BLOCK
+from interlace.gemm.terms import default_output_dtype
 from interlace.integrations import hosts
 from interlace.registry import operator_matching
 
 TARGET = "sglang.srt.layers.linear.RowParallelLinear.forward"
+
+_OTHER_FORMATS = ("use_marlin", "use_mxfp8", "block_fp8_as_mxfp8")
+"""Attributes of SGLang's method for float8 that say that it multiplies other formats."""
+
+_BLOCKS = (FLOAT8, torch.float32)
+"""The dtypes of a weight in blocks and of its scales."""
 
 calls = calls_of("sglang")
 """Counts of the layer's calls in this process."""
@@ -127,8 +135,6 @@ def _require_all_reduce(layer: Any, forward_batch: Any) -> str:
         raise LeftAlone("the sum travels in a quantised format")
     if not layer.input_is_parallel:
         raise LeftAlone("the layer cuts its input itself")
-    if type(layer.quant_method).__name__ != "UnquantizedLinearMethod":
-        raise LeftAlone("the layer's weight is quantised")
     name: str = group.device_group.group_name
     return name
 
@@ -150,16 +156,45 @@ def _group_of(layer: Any) -> Any:
     return None if layer.tp_size == 1 else group
 
 
+def _has_blocks(layer: Any) -> bool:
+    """Return whether the weight of ``layer`` is float8 with a float32 scale for each block, and its
+    input is to be quantised in the same way; False if neither is quantised.
+
+    Raises:
+        LeftAlone: They are quantised in another way.
+    """
+    method, scale = layer.quant_method, getattr(layer, "weight_scale_inv", None)
+    if type(method).__name__ == "UnquantizedLinearMethod":
+        return False
+    # Scales of another format are powers of two.
+    has_blocks = (
+        type(method).__name__ == "Fp8LinearMethod"
+        and method.block_quant
+        and list(method.weight_block_size) == [SCALE_BLOCK, SCALE_BLOCK]
+        and getattr(method.quant_config, "scale_fmt", None) is None
+        and not any(getattr(method, name, False) for name in _OTHER_FORMATS)
+    )
+    if not has_blocks or scale is None or (layer.weight.dtype, scale.dtype) != _BLOCKS:
+        raise LeftAlone("the layer's weight is quantised, and not in blocks with float32 scales")
+    return True
+
+
 def _reduced_product(layer: Any, x: torch.Tensor, group_name: str) -> torch.Tensor:
     """Multiply ``x [..., K]`` by the layer's weight and add up the products of all ranks.
 
     Raises:
         LeftAlone: No operator computes this, or none is known to be faster.
     """
+    has_blocks = _has_blocks(layer)
+    if not isinstance(x, torch.Tensor):
+        raise LeftAlone("the layer's input is quantised already")
     weight, bias = layer.weight, None if layer.skip_bias_add else layer.bias
     tensors = [tensor for tensor in (x, weight, bias) if tensor is not None]
-    if any(tensor.dtype != x.dtype for tensor in tensors) or x.dtype not in FLOATS:
+    of_one_dtype = [tensor for tensor in tensors if not (has_blocks and tensor is weight)]
+    if any(tensor.dtype != x.dtype for tensor in of_one_dtype) or x.dtype not in FLOATS:
         raise LeftAlone("operators take operands of one floating dtype")
+    if has_blocks and x.dtype != default_output_dtype(FLOAT8):
+        raise LeftAlone(f"products of float8 are {default_output_dtype(FLOAT8)}")
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         raise LeftAlone("an operand requires a gradient")
     if weight.dim() != 2 or contiguous_dimension(weight) is None or not x.numel():
@@ -169,15 +204,23 @@ def _reduced_product(layer: Any, x: torch.Tensor, group_name: str) -> torch.Tens
     columns, inner = weight.shape
     operator = operator_matching("gemm", "all_reduce")
     choice = operator.choose(
-        rows=len(rows), columns=columns, inner=inner, dtype=x.dtype, world_size=ranks,
-        device=x.device,
+        rows=len(rows), columns=columns, inner=inner, dtype=weight.dtype, world_size=ranks,
+        device=x.device, **({"has_block_scales": True} if has_blocks else {}),
     )  # fmt: skip
     # In Interlace's own mode, a choice by time would depend on the number of rows.
     is_by_time = x.device.type == "cuda" and not invariance.is_enabled()
     if is_by_time and choice.impl not in choice.faster:
         raise LeftAlone("the operator is not known to be faster at these sizes")
+    x_scale, w_scale = None, None
+    if has_blocks:
+        from sglang.kernels.ops.quantization.fp8_kernel import sglang_per_token_group_quant_fp8
+
+        rows, x_scale = sglang_per_token_group_quant_fp8(
+            rows.contiguous(), SCALE_BLOCK, column_major_scales=True
+        )
+        w_scale = layer.weight_scale_inv
     with torch.no_grad():
         y: torch.Tensor = overload(operator.name)(
-            rows, weight, bias, None, None, x.dtype, group_name, "auto", ""
+            rows, weight, bias, x_scale, w_scale, x.dtype, group_name, "auto", ""
         )
     return y.view(*x.shape[:-1], columns)

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import operator
+from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from interlace import compile
 from interlace.clients import CLIENTS, is_on
 from interlace.compile import backends, foreign
+from interlace.compile.findings import LeftAlone
+from interlace.compile.foreign import ScaledOperands
+from interlace.compile.graph import Writer, aten, value
 from interlace.compile.summary import summary
 from interlace.counting import log
+from interlace.gemm.operands import FLOAT8
 from interlace.integrations import hosts
 
 _VLLM = CLIENTS["vllm"]
@@ -24,6 +33,83 @@ COLLECTIVES = {
 
 NORMS = {"vllm_ir::rms_norm": False, "vllm_ir::fused_add_rms_norm": True}
 """vLLM's norms, which its own passes lower later, and whether they add a residual first."""
+
+
+_FLASHINFER_ROWS = 32
+"""Below this many rows vLLM lets FlashInfer multiply, whose scales are no powers of two."""
+
+
+@torch.library.custom_op("interlace::vllm_quantise", mutates_args=())
+def _quantise(
+    x: torch.Tensor, group_size: int, use_ue8m0: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ``x [M, K]`` in float8 and its scales ``[M, K / group_size]``, contiguous along M, by
+    vLLM's own function.
+
+    Args:
+        group_size: Elements of a row that share a scale.
+        use_ue8m0: Whether scales are powers of two, with 32 rows and more.
+    """
+    from vllm.model_executor.layers.quantization.utils.fp8_utils import per_token_group_quant_fp8
+
+    is_power = use_ue8m0 and len(x) >= _FLASHINFER_ROWS
+    quantised, scale = per_token_group_quant_fp8(
+        x, group_size, column_major_scales=True, use_ue8m0=is_power
+    )
+    return quantised, scale
+
+
+@_quantise.register_fake
+def _(x: torch.Tensor, group_size: int, use_ue8m0: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, columns = x.shape
+    scale = x.new_empty([columns // group_size, rows], dtype=torch.float32).T
+    return torch.empty_like(x, dtype=FLOAT8), scale
+
+
+def _of_deep_gemm(_: Writer, arguments: dict[str, Any]) -> ScaledOperands:
+    """Return the operands of ``vllm::fp8_gemm_nt_op``."""
+    names = ("q_input", "weight", "input_scale", "weight_scale")
+    x, w, x_scale, w_scale = (arguments[name] for name in names)
+    return x, w, x_scale, w_scale, None
+
+
+def _of_triton(_: Writer, arguments: dict[str, Any]) -> ScaledOperands:
+    """Return the operands of ``vllm::w8a8_triton_block_scaled_mm_func``."""
+    x, w, x_scale, w_scale = list(arguments.values())[:4]
+    return x, w, x_scale, w_scale, None
+
+
+def _of_cutlass(writer: Writer, arguments: dict[str, Any]) -> ScaledOperands:
+    """Return the operands of ``_C::cutlass_scaled_mm``, whose weight is ``[K, N]``, as are the
+    scales of its blocks.
+    """
+    x, w, x_scale, w_scale = (arguments[name] for name in ("a", "b", "a_scales", "b_scales"))
+    if value(x_scale).shape[1:].numel() > 1:
+        w_scale = writer.call(aten.permute.default, w_scale, [1, 0])
+    else:
+        w_scale = writer.reshape(w_scale, [-1])
+    return x, writer.call(aten.permute.default, w, [1, 0]), x_scale, w_scale, arguments["bias"]
+
+
+def _of_flashinfer(writer: Writer, arguments: dict[str, Any]) -> ScaledOperands:
+    """Return the operands of ``vllm::dynamic_flashinfer_deepgemm_blockscale_gemm``, which quantises
+    x itself.
+    """
+    pair = writer.call(
+        torch.ops.interlace.vllm_quantise.default,
+        arguments["input"], arguments["group_size"], arguments["use_deep_gemm_e8m0"],
+    )  # fmt: skip
+    x, x_scale = (writer.call(operator.getitem, pair, index) for index in (0, 1))
+    return x, arguments["weight"], x_scale, arguments["weight_scale"], None
+
+
+PRODUCTS = {
+    "vllm::fp8_gemm_nt_op": _of_deep_gemm,
+    "vllm::w8a8_triton_block_scaled_mm_func": _of_triton,
+    "_C::cutlass_scaled_mm": _of_cutlass,
+    "vllm::dynamic_flashinfer_deepgemm_blockscale_gemm": _of_flashinfer,
+}
+"""vLLM's products of float8, and what returns their operands."""
 
 
 def plugin() -> None:
@@ -50,14 +136,44 @@ def register() -> None:
         log.info("vLLM left alone: it runs in its batch-invariant mode (%s)", _VLLM.promise)
         return
     for name, collective in COLLECTIVES.items():
-        foreign.register(foreign.Foreign(name, collective, process_group))
+        foreign.register(foreign.Foreign(name, collective, process_group, _require_no_bias))
     for name, has_residual in NORMS.items():
         foreign.register(foreign.ForeignNorm(name, has_residual))
+    for name, operands in PRODUCTS.items():
+        foreign.register(foreign.ForeignProduct(name, operands))
+    _watch_biases()
     summary.name_program("vllm", "vLLM")
     _keep_graphs_apart()
     # At its start the engine waits for calls of dozens of sizes. Measured, each kind of them takes
     # a tenth of a second, and kernels are compiled that then do not run.
     compile.install(autotune=False)
+
+
+_biased_columns: set[int] = set()
+"""Columns of the row-parallel layers of this process that add a bias before their sum."""
+
+
+@functools.cache
+def _watch_biases() -> None:
+    """Let torch call :func:`_note_bias` for every parameter that a module of this process gets."""
+    register_module_parameter_registration_hook(_note_bias)
+
+
+def _note_bias(layer: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
+    """Note a row-parallel layer that adds a bias, when it gets this parameter."""
+    is_row_parallel = "RowParallelLinear" in (base.__name__ for base in type(layer).__mro__)
+    if name == "bias" and parameter is not None and is_row_parallel and not layer.skip_bias_add:
+        _biased_columns.add(len(parameter))
+
+
+def _require_no_bias(operand: torch.Tensor) -> None:
+    """Raise :class:`LeftAlone` if the first rank may have added a bias to a collective's operand.
+
+    vLLM adds a layer's bias on the first rank only, and only that rank's graph shows it: ranks that
+    decided by their graphs would decide differently, and wait for one another.
+    """
+    if operand.shape[-1] in _biased_columns:
+        raise LeftAlone("a row-parallel layer adds a bias, on the first rank only")
 
 
 def _keep_graphs_apart() -> None:

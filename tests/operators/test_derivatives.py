@@ -310,7 +310,22 @@ def _mixed() -> dict[str, Any]:
             x, w, no, no, no, no, no, float32, name, "auto", ""
         ),
         "mixture_of_experts": lambda: ops.mixture_of_experts(
-            x, experts, weights, w_in, w_out, no, no, no, no, 2, 4, name, "auto", "", "", False,
+            x,
+            experts,
+            weights,
+            w_in,
+            w_out,
+            no,
+            no,
+            no,
+            no,
+            2,
+            4,
+            name,
+            "auto",
+            "",
+            "",
+            False,
             False,
         ),
     }

@@ -38,7 +38,7 @@ from interlace.gemm.invariance import (
 )
 from interlace.gemm.operands import Operands
 from interlace.gemm.operator import GemmOperator, Splits
-from interlace.gemm.scaled import SCALE_BLOCK
+from interlace.gemm.scaled import SCALE_BLOCK, has_wide_rows
 from interlace.gemm.terms import Terms
 from interlace.mapped.meeting import StreamMeeting
 from interlace.registry import Implementation
@@ -127,8 +127,7 @@ def known_call(
     scales: tuple[Hashable, ...] = ()
     scale_addresses: tuple[int, ...] = ()
     if x_scale is not None and w_scale is not None:
-        is_wide = x_scale.dim() == 2 and x_scale.shape[1] > 1
-        strides = x_scale.stride() if is_wide else None
+        strides = x_scale.stride() if has_wide_rows(x_scale) else None
         scale_addresses = x_scale.data_ptr(), w_scale.data_ptr()
         scales = (
             x_scale.numel(), strides, x_scale.dtype, w_scale.numel(), w_scale.dtype,

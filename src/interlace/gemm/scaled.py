@@ -47,6 +47,11 @@ def has_block_scales(
     return not is_one and tuple(x_scale.shape) == of_x and tuple(w_scale.shape) == of_w
 
 
+def has_wide_rows(x_scale: torch.Tensor) -> bool:
+    """Return whether a row of x has several scales, which may have any strides."""
+    return x_scale.dim() == 2 and x_scale.shape[1] > 1
+
+
 def block_scale_shapes(x: torch.Tensor, w: torch.Tensor) -> tuple[tuple[int, int], tuple[int, int]]:
     """Return the shapes of ``x_scale`` and ``w_scale`` for blocks."""
     blocks = ceil_div(x.shape[1], SCALE_BLOCK)

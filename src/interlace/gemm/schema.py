@@ -33,6 +33,7 @@ from interlace.gemm.operands import (
     validate,
 )
 from interlace.gemm.operator import GemmOperator, product_operator
+from interlace.gemm.scaled import has_wide_rows
 from interlace.gemm.splits import rank_in
 
 _library = torch.library.Library("interlace", "FRAGMENT")
@@ -176,8 +177,8 @@ def _recalled(
     elif type(out_dtype) is not torch.dtype:
         return None
     # What is not contiguous is copied in each call, except for scales of blocks of x.
-    in_blocks = x_scale is not None and x_scale.dim() == 2 and x_scale.shape[1] > 1
-    for vector in (bias, w_scale, None if in_blocks else x_scale):
+    is_vector = x_scale is not None and not has_wide_rows(x_scale)
+    for vector in (bias, w_scale, x_scale if is_vector else None):
         if vector is not None and not vector.is_contiguous():
             return None
     known = dispatch.known_call(

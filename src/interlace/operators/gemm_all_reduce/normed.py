@@ -33,6 +33,7 @@ from interlace.gemm.operands import (
     validate,
 )
 from interlace.gemm.operator import GemmOperator, Splits
+from interlace.gemm.scaled import has_wide_rows
 from interlace.gemm.terms import default_output_dtype
 from interlace.operators.gemm_all_reduce import gemv, reference
 from interlace.operators.gemm_all_reduce import normed_launch as launch
@@ -251,8 +252,7 @@ def _known_call(
             key += (width, tensor.dim(), tensor.dtype, tensor.get_device(), address % 16)
             addresses.append(address)
     if x_scale is not None:
-        in_blocks = x_scale.dim() == 2 and x_scale.shape[1] > 1
-        if not (in_blocks or x_scale.is_contiguous()):
+        if not (has_wide_rows(x_scale) or x_scale.is_contiguous()):
             return None
         key += (x_scale.dtype, x_scale.get_device(), x_scale.data_ptr() % 16)
         addresses.append(x_scale.data_ptr())

@@ -61,7 +61,16 @@ CALLS: dict[str, list[Mapping[str, Any]]] = {
             "w_out": torch.ones(2, 8, 6),
             "b_in": torch.ones(2, 6, 2),
             "b_out": torch.ones(2, 8),
-        }
+        },
+        {
+            "x": torch.ones(4, 128, dtype=torch.bfloat16),
+            "experts": TARGET[:, None] % 2,
+            "weights": torch.ones(4, 1),
+            "w_in": torch.ones(2, 2, 128, 128).to(torch.float8_e4m3fn).transpose(1, 2),
+            "w_out": torch.ones(2, 128, 128).to(torch.float8_e4m3fn),
+            "w_in_scale": torch.ones(2, 1, 2, 1),
+            "w_out_scale": torch.ones(2, 1, 1),
+        },
     ],
 }
 """Public function -> arguments that it takes, which together have every tensor that it may get."""

@@ -22,6 +22,8 @@ from interlace.counting import calls_of
 from interlace.errors import ArgumentError, GroupError
 from interlace.gemm import invariance
 from interlace.gemm.gradients import all_replicated, summed
+from interlace.gemm.operands import FLOAT8, FLOATS
+from interlace.gemm.scaled import SCALE_BLOCK
 from interlace.operators.mixture_of_experts import mixture_of_experts
 from interlace.operators.mixture_of_experts.activation import KINDS, ExpertActivation
 from interlace.units import ceil_div
@@ -111,9 +113,9 @@ def _implementation() -> type:
             run = self._summed if is_sum_shorter else self._exchanged
             # Parameters are this rank's while the forward pass runs, and torch.Tensors.
             parameters = self.layout.parameters(self.experts)
-            return run(
-                hidden_states.to(parameters[0].dtype), top_k_index, top_k_weights, parameters
-            )
+            if not self.layout.is_float8:
+                hidden_states = hidden_states.to(parameters[0].dtype)
+            return run(hidden_states, top_k_index, top_k_weights, parameters)
 
         def _summed(
             self,
@@ -133,6 +135,7 @@ def _implementation() -> type:
                 index - self.rank * count,
                 weights,
                 *parameters,
+                **self.layout.scales(self.experts),
                 activation=self.layout.activation,
                 group=self.alone,
             )
@@ -167,6 +170,7 @@ def _implementation() -> type:
                 index,
                 weights,
                 *parameters,
+                **self.layout.scales(self.experts),
                 activation=self.layout.activation,
                 group=self.group,
             )
@@ -261,6 +265,7 @@ class WeightLayout(NamedTuple):
         halves: Whether the gate's rows lie before those of up, or else a row of each in turn.
         along_k: Whether weights lie as in ``nn.Linear``, or else with both dimensions exchanged.
         has_bias: Whether both products have a bias.
+        is_float8: Whether weights are float8, with a scale for each 128 x 128.
     """
 
     activation: ExpertActivation
@@ -268,6 +273,7 @@ class WeightLayout(NamedTuple):
     halves: bool
     along_k: bool
     has_bias: bool
+    is_float8: bool = False
 
     @classmethod
     def of(cls, experts: Any, name: str) -> WeightLayout:
@@ -313,13 +319,36 @@ class WeightLayout(NamedTuple):
             found = getattr(experts, parameter, None)
             if not isinstance(found, torch.Tensor) or found.dim() != dimensions:
                 raise refuse(f"have {parameter} of {dimensions} dimensions", found)
-        return layout
+        dtypes = {getattr(experts, parameter).dtype for parameter, _ in layout._names()}
+        if dtypes <= set(FLOATS):
+            return layout
+        scales = [getattr(experts, f"{name}_scale_inv", None) for name in layout._weights]
+        has_blocks = (
+            dtypes == {FLOAT8}
+            and layout.gates == 2
+            and layout.halves
+            and list(getattr(experts, "block_size", None) or ()) == [SCALE_BLOCK, SCALE_BLOCK]
+            and getattr(experts, "activation_scheme", None) == "dynamic"
+            and all(scale is not None and scale.dtype == torch.float32 for scale in scales)
+        )
+        if not has_blocks:
+            raise refuse(
+                "have float16, bfloat16 or float32 weights, or float8 gate, up and down with "
+                "float32 scales of blocks of 128 x 128 and activations that are quantised as they "
+                "come",
+                sorted(map(str, dtypes)),
+            )
+        return layout._replace(is_float8=True)
+
+    @property
+    def _weights(self) -> list[str]:
+        """The names of both products' weights."""
+        return ["gate_up_proj" if self.gates == 2 else "up_proj", "down_proj"]
 
     def _names(self) -> list[tuple[str, int]]:
         """Return the names of weights, then of biases, and their numbers of dimensions."""
-        weights = ["gate_up_proj" if self.gates == 2 else "up_proj", "down_proj"]
-        names = [(weight, 3) for weight in weights]
-        return names + [(f"{weight}_bias", 2) for weight in weights if self.has_bias]
+        names = [(weight, 3) for weight in self._weights]
+        return names + [(f"{weight}_bias", 2) for weight in self._weights if self.has_bias]
 
     def parameters(self, experts: Any) -> tuple[torch.Tensor, ...]:
         """Return ``w_in``, ``w_out`` and, if there are any, both biases, as views."""
@@ -330,8 +359,15 @@ class WeightLayout(NamedTuple):
             biases[0] = self._lines(biases[0])
         return self._lines(first), second, *biases
 
+    def scales(self, experts: Any) -> dict[str, Any]:
+        """Return the scales of float8 weights as the operator takes them, by name."""
+        if not self.is_float8:
+            return {}
+        first, second = (getattr(experts, f"{name}_scale_inv") for name in self._weights)
+        return {"w_in_scale": self._lines(first), "w_out_scale": second}
+
     def _lines(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return ``[L, 2 F, ...]`` as ``[L, F, 2, ...]``."""
+        """Return ``[L, 2 F, ...]`` as ``[L, F, 2, ...]``, or blocks of so many lines."""
         width = parameter.shape[1] // self.gates
         sizes = (self.gates, width) if self.halves else (width, self.gates)
         lines: torch.Tensor = parameter.unflatten(1, sizes)

@@ -208,11 +208,13 @@ def _validate_float8(
         )
     if b_in is not None or b_out is not None:
         raise ArgumentError(f"{OPERATOR}: float8 experts must have no biases; got some.")
-    if torch.is_grad_enabled() and (x.requires_grad or weights.requires_grad):
-        raise ArgumentError(
-            f"{OPERATOR}: float8 experts have no gradients, but x or weights requires one. Call it "
-            "within torch.no_grad()."
-        )
+    if torch.is_grad_enabled():
+        for name, operand in (("x", x), ("weights", weights), ("w_in", w_in), ("w_out", w_out)):
+            if operand.requires_grad:
+                raise ArgumentError(
+                    f"{OPERATOR}: {name} must not require a gradient where weights are float8; got "
+                    "one that does. Call it within torch.no_grad()."
+                )
     blocks = [local, ffn // SCALE_BLOCK, gates, hidden // SCALE_BLOCK]
     for name, tensor, dimensions, shape in (
         ("w_in_scale", w_in_scale, "[L, F / 128, 2, hidden / 128]", blocks),

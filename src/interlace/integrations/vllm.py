@@ -162,7 +162,8 @@ def _watch_biases() -> None:
 def _note_bias(layer: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
     """Note a row-parallel layer that adds a bias, when it gets this parameter."""
     is_row_parallel = "RowParallelLinear" in (base.__name__ for base in type(layer).__mro__)
-    if name == "bias" and parameter is not None and is_row_parallel and not layer.skip_bias_add:
+    adds_bias = not getattr(layer, "skip_bias_add", True)
+    if name == "bias" and parameter is not None and is_row_parallel and adds_bias:
         _biased_columns.add(len(parameter))
 
 

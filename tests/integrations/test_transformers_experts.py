@@ -319,3 +319,25 @@ def test_other_experts_are_refused(
     for message in ranks(2).run(_refused, name, sizes, str(tmp_path)):
         assert rule in message
         assert 'Use ep_implementation="auto".' in message
+
+
+def test_the_module_of_experts_in_float8_is_read() -> None:
+    """As in ``test_float8_experts.py``, by transformers' own module."""
+    from transformers import Qwen3MoeConfig
+    from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS, FP8Experts
+    from transformers.integrations.moe import use_experts_implementation
+
+    config = Qwen3MoeConfig(hidden_size=256, moe_intermediate_size=128, num_experts=4)
+    kind = use_experts_implementation(
+        experts_class=FP8Experts, experts_interface=ALL_FP8_EXPERTS_FUNCTIONS, has_bias=False,
+        has_gate=True,
+    )  # fmt: skip
+    experts = kind(config=config, block_size=(128, 128))
+    layout = WeightLayout.of(experts, "interlace")
+    assert [tuple(weight.shape) for weight in layout.parameters(experts)] == [
+        (4, 128, 2, 256), (4, 256, 128),
+    ]  # fmt: skip
+    shapes = {name: tuple(scale.shape) for name, scale in layout.scales(experts).items()}
+    assert shapes == {"w_in_scale": (4, 1, 2, 2), "w_out_scale": (4, 2, 1)}
+    with pytest.raises(ArgumentError, match="float32 scales of blocks"):
+        WeightLayout.of(kind(config=config, block_size=(128, 128), scale_fmt="ue8m0"), "interlace")

@@ -121,6 +121,19 @@ def test_matches_float64(ranks, world_size):
     check_all(calls, ranks(world_size).run(run, calls))
 
 
+def test_many_blocks_of_slots(ranks):
+    """More than every program of the plan adds up by itself; an odd number, and a power of two."""
+    config = dataclasses.replace(SMALL, block_m=128, push_rows=128)
+    base = Call(2, top_k=4, hidden=16, ffn=16, config=config, routing="holes")
+    calls = [
+        dataclasses.replace(base, tokens=tokens, local=local, factor=factor, seed=tokens)
+        for tokens, local, factor in ((673, 2, None), (1024, 3, 0.6))
+    ]
+    assert [-(-call.tokens * call.top_k // 128) for call in calls] == [22, 32]
+    assert layout.FEW_BLOCKS < 22
+    check_all(calls, ranks(2).run(run, calls))
+
+
 def _decoding_calls(world_size):
     """As in training: each dtype, kind of routing and size that no tile divides; one token; tiles
     that have a tail.

@@ -18,6 +18,7 @@ from interlace.comm.groups.reservation import Reservation, WorkspaceSize
 from interlace.comm.replay.deferred import DeferredCall, addresses
 from interlace.comm.replay.replays import places
 from interlace.comm.runtime.interpreter import require
+from interlace.costs.mixture_of_experts import NUMBER_BYTES, operand_row_bytes
 from interlace.operators.mixture_of_experts import layout, stock
 from interlace.operators.mixture_of_experts.call import BACKWARD, LayerCall
 from interlace.operators.mixture_of_experts.choice import ExpertTerms
@@ -190,10 +191,9 @@ def temporary_bytes(call: LayerCall, rows: int, width: int = 1) -> int:
 
 def buffer_bytes(sizes: ExpertSizes, dtype: torch.dtype, is_float8: bool = False) -> int:
     """Return the bytes of a buffer in which rows for a rank's experts arrive, with their scales."""
-    row_bytes = sizes.hidden * dtype.itemsize + 4
-    if is_float8:
-        row_bytes = layout.float8_row_bytes(sizes.hidden)
-    return sizes.arrivals * row_bytes
+    row_bytes = operand_row_bytes(sizes.hidden, dtype.itemsize, is_float8=is_float8)
+    # Backward, a row of other dtypes has a scale: its slot's weight.
+    return sizes.arrivals * (row_bytes + (0 if is_float8 else NUMBER_BYTES))
 
 
 def workspaces(call: LayerCall, operator: str) -> tuple[Workspace, Workspace]:

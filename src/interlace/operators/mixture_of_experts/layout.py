@@ -12,7 +12,6 @@ from typing import Final, NamedTuple
 
 import torch
 
-from interlace.gemm.scaled import SCALE_BLOCK
 from interlace.units import next_power_of_2, round_up
 
 ROWS: Final = 128
@@ -299,11 +298,6 @@ class WeightScales(NamedTuple):
 
     of_in: torch.Tensor
     of_out: torch.Tensor
-
-
-def float8_row_bytes(width: int) -> int:
-    """Return the bytes of a float8 row with its scales, one for each 128 elements."""
-    return width + width // SCALE_BLOCK * 4
 
 
 class Saved(NamedTuple):

@@ -18,7 +18,7 @@ from interlace import environment
 from interlace.comm import default_device_type
 from interlace.comm.host.identity import PACKAGE, digest_of, identity
 from interlace.comm.runtime.interpreter import interpreting
-from interlace.compile import foreign
+from interlace.compile import foreign, in_place
 from interlace.compile.choice import (
     nodes_of,
     ranks_of_a_node,
@@ -65,6 +65,7 @@ class InductorPass(CustomGraphPass):
             self.first(graph)
         if self.is_on:
             summary.count(fuse(graph, autotune=self.autotune, merge_products=self.merge_products))
+            in_place.place_rows(graph)
 
     def uuid(self) -> Any:
         """Return the pass's part of the key by which Inductor caches compiled graphs.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
@@ -16,7 +17,7 @@ from interlace.comm.host.channel import HostChannel
 from interlace.comm.host.health import Health
 from interlace.comm.replay.memory import Block, Heap, SoloHeap, call_when_gone, releases
 from interlace.comm.replay.replays import Replays
-from interlace.comm.runtime.dlpack import bytes_at
+from interlace.comm.runtime.dlpack import bytes_at, view_as
 from interlace.comm.runtime.ordinary import makes_ordinary_tensors
 from interlace.comm.runtime.streams import Streams
 from interlace.environment import LIMIT_VARIABLE, byte_count
@@ -131,6 +132,8 @@ class SymmetricMemory:
         # are the same on all of them, whatever the addresses are.
         self._tensors: weakref.WeakValueDictionary[int, Block] = weakref.WeakValueDictionary()
         self._tensors_made = 0
+        # Of compiled graphs, by slot: each at least twice as large as the one before it.
+        self._rows: dict[int, list[Block]] = {}
         self._members = channel.members
         # What was refused stays so until memory is released. A rank that asks again later, because
         # it has forgotten a decision that its peers remember, gets their answer.
@@ -189,14 +192,48 @@ class SymmetricMemory:
                 return SymmetricPlace(number, offset)
         return None
 
+    def rows_for_peers(
+        self, slot: int, shape: Sequence[int], dtype: torch.dtype
+    ) -> torch.Tensor | None:
+        """Return memory ``[*shape]`` of ``dtype`` at one place on all ranks, which :meth:`place_of`
+        knows, for rows that a compiled graph computes and peers fetch; None beyond the limit, on
+        all ranks alike.
+
+        It is the same memory in every call with a slot, until a call asks for more. What was
+        returned before stays, as graphs that the program has captured may refer to it. Collective
+        when it must grow.
+
+        Raises:
+            WorkspaceError: It must grow while a CUDA graph is being captured, or does not fit.
+        """
+        nbytes = math.prod(shape) * dtype.itemsize
+        blocks = self._rows.setdefault(slot, [])
+        block = next((each for each in blocks if each.nbytes >= nbytes), None)
+        if block is None:
+            size = max(nbytes, 2 * blocks[-1].nbytes if blocks else 0)
+            room = self.room_bytes()
+            if room is not None and round_up(size, self.heap.granularity) > room:
+                return None
+            block = self._grow_rows(size)
+            blocks.append(block)
+        local_address = block.address + self._members.rank * block.stride
+        raw = bytes_at(local_address, (nbytes,), (1,), self._streams.device, block)
+        return view_as(raw, shape, dtype)
+
+    @makes_ordinary_tensors
+    def _grow_rows(self, nbytes: int) -> Block:
+        """Return new memory for rows that peers fetch. Collective."""
+        with self._health.indivisible("growing the memory of rows"):
+            return self.allocate_tensor(nbytes)
+
     def _allocate_outputs(self, nbytes: int) -> Block:
         self.require_room("results of operators", round_up(nbytes, self.heap.granularity))
         return self.allocate(nbytes)
 
     def held_bytes(self) -> dict[str, int]:
         """Return the symmetric bytes on this rank that operators hold, by the names of workspaces,
-        of operator and implementation for mapped outputs, and ``"outputs"`` for the buffers that
-        all operators return.
+        of operator and implementation for mapped outputs, ``"outputs"`` for the buffers that all
+        operators return, and ``"rows"`` for what compiled graphs write for peers.
         """
         held: dict[str, int] = {}
         for name, workspace in self.workspaces.items():
@@ -206,6 +243,8 @@ class SymmetricMemory:
             held[name] = held.get(name, 0) + nbytes
         if self.outputs.nbytes:
             held["outputs"] = self.outputs.nbytes
+        if self._rows:
+            held["rows"] = sum(block.nbytes for blocks in self._rows.values() for block in blocks)
         return held
 
     def room_bytes(self) -> int | None:
@@ -367,6 +406,7 @@ class SymmetricMemory:
         self._retained.clear()
         self.mapped.clear()
         self._refused.clear()
+        self._rows.clear()
         self.outputs.release()
 
 

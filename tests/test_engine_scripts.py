@@ -70,8 +70,9 @@ def test_tokens_follow_from_one_another(script: Any) -> None:
     inputs = batch["input"]
     assert inputs.shape == labels.shape == (2, trainer.PATTERN)
     assert torch.equal(inputs[:, 1:], labels[:, :-1])
-    for row in inputs:
-        assert sorted(row.tolist()) == list(range(trainer.PATTERN))
+    is_determined = labels == (5 * inputs + 3) % trainer.PATTERN
+    assert 0.4 < is_determined.float().mean() < 0.6
+    assert len(inputs.unique()) > trainer.PATTERN // 2
 
 
 def test_losses_that_differ(script: Any) -> None:

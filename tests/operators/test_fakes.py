@@ -100,6 +100,8 @@ def _calls(group: dist.ProcessGroup) -> Iterator[Callable[[], Any]]:
                 )
             )  # fmt: skip
         yield lambda x=x, w=w: OPS.gemm_sum_reduce_scatter([x, x], [w, w], name)
+        yield lambda x=x: OPS.rows_for_peers(x.contiguous(), name, 0)
+        yield lambda: OPS.memory_for_peers([2, 4], torch.float32, torch.device("cpu"), name, 1)
         yield lambda x=x, w=w, bias=bias: OPS.linears(x, [w, w], [bias, bias])
         yield lambda x=x, w=w: OPS.linears(x.bfloat16(), [w.bfloat16()], [None])
     yield from _calls_of_a_sequence(group)

@@ -24,6 +24,11 @@ from interlace.registry import operator_matching
 
 _ROWS, _MEMORY = "rows_for_peers", "memory_for_peers"
 
+_ORDERED_ON_CPUS = "2.13"
+"""PyTorch's version since which its code for CPUs waits for memory that a kernel only writes: when
+2.11 fuses such a kernel with others there, it forgets what the kernel must come after.
+"""
+
 _library = torch.library.Library("interlace", "FRAGMENT")
 _library.define(f"{_ROWS}(Tensor x, str group_name, int slot) -> Tensor", tags=OPERATOR_TAGS)
 _library.define(
@@ -81,6 +86,8 @@ def _reads_in_place(node: Node) -> bool:
         ranks = dist.get_world_size(process_group_named(group_name))
         is_on_one_node = nodes_of(group_name, x.device) == 1
     except (LeftAlone, LookupError, RuntimeError, ValueError):
+        return False
+    if x.device.type == "cpu" and torch.__version__ < _ORDERED_ON_CPUS:
         return False
     sizes = (*x.shape, *w.shape)
     if ranks == 1 or not is_on_one_node or not is_static(*sizes) or invariance.is_enabled():

@@ -169,6 +169,10 @@ def run_products(
         # DONE of this call, so it must follow the admission, which waits for DONE of the previous
         # one.
         copies.wait_for(group, admitted)
+        if group.members.ranks_per_gpu > 1:
+            # Copies within a GPU are kernels, for which the next one, which waits for the peers'
+            # copies, would leave no SM.
+            copies.join(group)
         last()
         copies.join(group)
 

@@ -196,19 +196,3 @@ def test_a_peer_that_never_calls(ranks: Any, operator: str) -> None:
         kind, peer, spoilt, soon = ranks(2).run(_absent_peer, call)[0]
         assert (kind, peer, soon) == ("PeerTimeoutError", 1, True)
         assert spoilt > 0
-
-
-def _chunks_in_a_row() -> float:
-    """The largest relative error of calls one after another, whose kernel takes all SMs."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(0)
-    operands = [torch.randn(size, 2048, device="cuda").bfloat16() for size in (4096, 4096)]
-    x, w = (operand / 8 for operand in operands)
-    wanted = (x.double() @ w.double().T).chunk(ranks)[rank] * ranks
-    results = [interlace.gemm_reduce_scatter(x, w, impl="chunked") for _ in range(24)]
-    return max(float((y - wanted).norm() / wanted.norm()) for y in results)
-
-
-def test_chunks_of_ranks_that_share_gpus(ranks: Any) -> None:
-    """Copies within a GPU are kernels, and must have run before a kernel waits for the peers'."""
-    assert max(ranks(2 * min(torch.cuda.device_count(), 4)).run(_chunks_in_a_row)) < 0.01

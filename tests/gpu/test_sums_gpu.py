@@ -64,3 +64,19 @@ def test_sums(ranks: Any, world_size: int, turns: Any) -> None:
     for worst, wrong in ranks(world_size).run(_long_run, turns(200)):
         assert worst < 0.01
         assert wrong == 0
+
+
+def _chunks_in_a_row() -> float:
+    """The largest relative error of calls one after another, whose kernel takes all SMs."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    operands = [torch.randn(size, 2048, device="cuda").bfloat16() for size in (4096, 4096)]
+    x, w = (operand / 8 for operand in operands)
+    wanted = (x.double() @ w.double().T).chunk(ranks)[rank] * ranks
+    results = [interlace.gemm_reduce_scatter(x, w, impl="chunked") for _ in range(24)]
+    return max(float((y - wanted).norm() / wanted.norm()) for y in results)
+
+
+def test_chunks_of_ranks_that_share_gpus(ranks: Any) -> None:
+    """Copies within a GPU are kernels, and must have run before a kernel waits for the peers'."""
+    assert max(ranks(2 * min(torch.cuda.device_count(), 4)).run(_chunks_in_a_row)) < 0.01

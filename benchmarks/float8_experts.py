@@ -101,9 +101,9 @@ def ways_of(
     return {"bfloat16": call("auto", wide)} | {impl: call(impl, narrow) for impl in impls}
 
 
-def worker(counts: list[int]) -> list[dict[str, Any]]:
-    """Time all layers on this rank."""
-    results = []
+def worker(counts: list[int], path: Path) -> None:
+    """Time all layers on this rank; the first one writes what there is after each size."""
+    results: list[dict[str, Any]] = []
     for layer in LAYERS:
         torch.manual_seed(1 + dist.get_rank())
         wide, narrow = weights_of(layer)
@@ -124,7 +124,7 @@ def worker(counts: list[int]) -> list[dict[str, Any]]:
             if dist.get_rank() == 0:
                 graphs = {name: found[name]["graph"]["median_us"] for name in ways}
                 print(f"{layer.name}, {tokens} tokens, in graphs: {graphs}", flush=True)
-    return results
+                documents.write(path, results)
 
 
 def main() -> None:
@@ -135,8 +135,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True)
     options = parser.parse_args()
     counts = [int(count) for count in options.tokens.split(",")]
-    results, *_ = interlace.launch(worker, options.ranks, counts, backend="cuda")
-    documents.write(options.json, results)
+    interlace.launch(worker, options.ranks, counts, options.json, backend="cuda")
 
 
 if __name__ == "__main__":

@@ -196,7 +196,9 @@ CLIENTS = {
             ),
             left="models with FlexAttention, unless interlace.compile.install() is called",
             runs=(
-                VersionThatRan("0.2.2", "CPU backend: its trainer with torch 2.11"),
+                VersionThatRan(
+                    "0.2.2", "2 x H200 and the CPU backend: its trainer with torch 2.11"
+                ),
                 VersionThatRan(
                     "0.3.0", "CPU backend: blocks with torch 2.13, its trainer with torch 2.14"
                 ),

@@ -15,7 +15,7 @@ import interlace
 from interlace.compile import Finding, recording
 from tests.compile.models import WIDTH, Experts, parallel_block
 from tests.compile.programs import fuse_everything, fused, tensors, traced
-from tests.compile.test_in_place import _compiled
+from tests.compile.test_in_place import ROWS, _compiled
 from tests.compile.test_models import _step
 from tests.compile.test_patterns import FUSED
 
@@ -41,8 +41,9 @@ def test_patterns(ranks: Any) -> None:
         assert {name: error for name, (_, error) in found.items() if error > 1e-5} == {}
 
 
-def test_norms_write_where_peers_fetch(ranks: Any) -> None:
-    for error, code, places, _ in ranks(2).run(_compiled, "_named"):
+@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
+def test_norms_write_where_peers_fetch(ranks: Any, mode: str | None) -> None:
+    for error, code, places, _ in ranks(2).run(_compiled, "_named", ROWS, None, mode):
         assert error < 1e-3
         assert code.count("memory_for_peers.default(") == 2
         assert places

@@ -10,14 +10,11 @@ from interlace.gemm import few_rows, scaled
 from interlace.gemm.operands import RowPart, Weight
 from interlace.units import round_down
 
-_MOST_SCALED_ROWS = 64
-"""Float8 rows with scales of blocks up to which our kernel is faster than cuBLAS: with 1 to 64 it
-takes 0.54 to 0.84 of the time in four products on an H200 (decision 0031).
-"""
-
-_MOST_ROWS_WITH_SCALES = 32
-"""The same of float8 rows with a scale for each row, of which our kernel has not been timed: cuBLAS
-takes 12 us for 1 to 16 rows of 8192 x 3584, and our kernel 8.4 to 8.9 with scales of blocks.
+_MOST_SCALED_ROWS = {"block": 64, "row": 32, "matrix": 0}
+"""Float8 rows up to which our kernel is faster than cuBLAS, by what each scale is of. With scales
+of blocks it takes 0.54 to 0.84 of the time with 1 to 64 rows, in four products on an H200 (decision
+0031). It has not been timed with a scale for each row: cuBLAS takes 12 us for 1 to 16 rows of
+8192 x 3584, and our kernel 8.4 to 8.9 with scales of blocks.
 """
 
 
@@ -70,12 +67,10 @@ def _multiply_scaled_into(
         y = wide_x @ wide_w.T
         out.copy_(y if bias is None else y + bias)
         return
-    in_blocks = x_scale.dim() == 2
-    is_one = x_scale.numel() == w_scale.numel() == 1 and not in_blocks
-    most_rows = _MOST_SCALED_ROWS if in_blocks else 0 if is_one else _MOST_ROWS_WITH_SCALES
-    if len(x) > most_rows:
+    kind = scaled.kind_of(x_scale, w_scale)
+    if len(x) > _MOST_SCALED_ROWS[kind]:
         count = len(x)
-        if in_blocks:
+        if kind == "block":
             # cuBLAS takes a multiple of these rows. It moves less to pad them than to read the
             # weight again for the last ones, by our kernel, unless there are many.
             m, (n, k) = count, w.shape

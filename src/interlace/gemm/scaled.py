@@ -9,6 +9,8 @@ Source: ``torch.nn.functional.scaled_mm`` of PyTorch 2.11, which is cuBLAS.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 import torch.nn.functional as F
 
@@ -50,6 +52,13 @@ def has_block_scales(
 def has_wide_rows(x_scale: torch.Tensor) -> bool:
     """Return whether a row of x has several scales, which may have any strides."""
     return x_scale.dim() == 2 and x_scale.shape[1] > 1
+
+
+def kind_of(x_scale: torch.Tensor, w_scale: torch.Tensor) -> Literal["matrix", "row", "block"]:
+    """Return of what each scale is, given those of a product."""
+    if x_scale.dim() == 2:
+        return "block"
+    return "matrix" if x_scale.numel() == w_scale.numel() == 1 else "row"
 
 
 def block_scale_shapes(x: torch.Tensor, w: torch.Tensor) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -105,8 +114,7 @@ def multiply_into(
     Returns:
         Whether cuBLAS takes such a product; else nothing was computed.
     """
-    in_blocks = x_scale.dim() == 2
-    is_one = x_scale.numel() == w_scale.numel() == 1 and not in_blocks
+    kind = kind_of(x_scale, w_scale)
     takes = (
         x.is_cuda
         and len(x) > 0
@@ -114,9 +122,9 @@ def multiply_into(
         # Parts of a larger matrix may begin anywhere.
         and all(_is_aligned(matrix) for matrix in (x, w, out))
         # Its results with a scale for each row are bfloat16, and it adds no float32 bias.
-        and (out.dtype == torch.bfloat16 or (bias is None and (is_one or in_blocks)))
+        and (out.dtype == torch.bfloat16 or (bias is None and kind != "row"))
     )
-    if in_blocks:
+    if kind == "block":
         takes = (
             takes
             and torch.version.hip is None
@@ -124,10 +132,10 @@ def multiply_into(
         )
     if not takes:
         return False
-    if in_blocks:
+    if kind == "block":
         _multiply_blocks_into(out, x, w, x_scale, w_scale, bias)
         return True
-    if is_one:
+    if kind == "matrix":
         x_scale, w_scale = x_scale.reshape(()), w_scale.reshape(())
     else:
         x_scale = _aligned(x_scale.reshape(-1, 1).expand(len(x), 1).contiguous())

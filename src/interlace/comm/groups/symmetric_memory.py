@@ -134,6 +134,7 @@ class SymmetricMemory:
         self._tensors_made = 0
         # Of compiled graphs, by slot: each at least twice as large as the one before it.
         self._rows: dict[int, list[Block]] = {}
+        self._known_rows: dict[tuple[int, tuple[int, ...], torch.dtype], torch.Tensor] = {}
         self._members = channel.members
         # What was refused stays so until memory is released. A rank that asks again later, because
         # it has forgotten a decision that its peers remember, gets their answer.
@@ -206,6 +207,9 @@ class SymmetricMemory:
         Raises:
             WorkspaceError: It must grow while a CUDA graph is being captured, or does not fit.
         """
+        known = self._known_rows.get((slot, tuple(shape), dtype))
+        if known is not None:
+            return known
         nbytes = math.prod(shape) * dtype.itemsize
         blocks = self._rows.setdefault(slot, [])
         block = next((each for each in blocks if each.nbytes >= nbytes), None)
@@ -217,8 +221,9 @@ class SymmetricMemory:
             block = self._grow_rows(size)
             blocks.append(block)
         local_address = block.address + self._members.rank * block.stride
-        raw = bytes_at(local_address, (nbytes,), (1,), self._streams.device, block)
-        return view_as(raw, shape, dtype)
+        rows = _view(block, local_address, nbytes, shape, dtype, self._streams.device)
+        self._known_rows[slot, tuple(shape), dtype] = rows
+        return rows
 
     @makes_ordinary_tensors
     def _grow_rows(self, nbytes: int) -> Block:
@@ -407,7 +412,21 @@ class SymmetricMemory:
         self.mapped.clear()
         self._refused.clear()
         self._rows.clear()
+        self._known_rows.clear()
         self.outputs.release()
+
+
+@makes_ordinary_tensors
+def _view(
+    block: Block,
+    address: int,
+    nbytes: int,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> torch.Tensor:
+    """Return a tensor over memory of a block, which it keeps alive; it may outlive the call."""
+    return view_as(bytes_at(address, (nbytes,), (1,), device, block), shape, dtype)
 
 
 def _grown(size: WorkspaceSize, previous: Workspace | None) -> WorkspaceSize:

@@ -11,12 +11,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.fx import Graph, Node
 
-from interlace.comm import group_named, process_group_named
+from interlace.comm import group_named
 from interlace.comm.groups.registration import OPERATOR_TAGS, register
-from interlace.compile.choice import nodes_of, overload
+from interlace.compile.choice import nodes_of, overload, usable_ranks
 from interlace.compile.findings import LeftAlone
 from interlace.compile.graph import VIEWS, Writer, argument, is_static, value
 from interlace.gemm import invariance
@@ -37,7 +36,7 @@ _library.define(
 )
 
 
-def place_rows(graph: Graph) -> int:
+def place_rows(graph: Graph) -> None:
     """Let Inductor write the rows of a graph's gathers to symmetric memory, where peers fetch them.
 
     Each gather gets a slot of that memory. Two share one where the later one's rows are computed
@@ -45,9 +44,6 @@ def place_rows(graph: Graph) -> int:
 
     Args:
         graph: A graph of fused operators, in the form that Inductor takes; changed in place.
-
-    Returns:
-        The number of gathers whose rows need no staging now.
     """
     gathers = graph.find_nodes(
         op="call_function", target=overload(operator_matching("all_gather", "gemm").name)
@@ -67,7 +63,6 @@ def place_rows(graph: Graph) -> int:
         node.update_arg(0, rows)
     if chosen:
         _register_lowering()
-    return len(chosen)
 
 
 def _is_computed(x: Any) -> bool:
@@ -83,14 +78,14 @@ def _reads_in_place(node: Node) -> bool:
     group_name, impl = argument(node, "group_name"), argument(node, "impl")
     try:
         x, w = value(node.args[0]), value(node.args[1])  # type: ignore[arg-type]
-        ranks = dist.get_world_size(process_group_named(group_name))
-        is_on_one_node = nodes_of(group_name, x.device) == 1
-    except (LeftAlone, LookupError, RuntimeError, ValueError):
+        ranks = usable_ranks(group_name, x.device)
+    except LeftAlone:
         return False
     if x.device.type == "cpu" and torch.__version__ < _ORDERED_ON_CPUS:
         return False
     sizes = (*x.shape, *w.shape)
-    if ranks == 1 or not is_on_one_node or not is_static(*sizes) or invariance.is_enabled():
+    is_on_one_node = nodes_of(group_name, x.device) == 1
+    if not is_on_one_node or not is_static(*sizes) or invariance.is_enabled():
         return False
     if argument(node, "splits") is not None or argument(node, "x_scale") is not None:
         return False
@@ -98,8 +93,7 @@ def _reads_in_place(node: Node) -> bool:
         call = {"dtype": x.dtype, "world_size": ranks, "device": x.device}
         numbers = (ranks * x.shape[0], w.shape[0], x.shape[1])
         impl = operator.choose(**dict(zip(operator.sizes, numbers, strict=True)), **call).impl
-    by_name = {each.name: each.reads_in_place for each in operator.implementations}
-    return bool(by_name.get(impl))
+    return bool(operator.implementation(impl).reads_in_place)
 
 
 def _gathers_before(graph: Graph, gathers: Sequence[Node]) -> dict[Node, int]:

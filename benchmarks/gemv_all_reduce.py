@@ -208,11 +208,11 @@ def tune(shape: GemvShape, group: dist.ProcessGroup | None = None) -> GemvAllRed
     """
     case = TimedGemv(shape, group)
     owner, configs = case.owner, list(candidates(shape.rows, shape.columns))
-    launches = [prepare(owner, *case.operands(0), None, case.product, config) for config in configs]
+    kernels = [prepare(owner, *case.operands(0), None, case.product, config) for config in configs]
     # Ranks share out the compiling: there are dozens of candidates.
     compilations = [
-        launch.compile if i % owner.world_size == owner.rank else None
-        for i, launch in enumerate(launches)
+        kernel.compile if i % owner.world_size == owner.rank else None
+        for i, kernel in enumerate(kernels)
     ]
     compiled = case.all_compile(compilations, configs)
     times = case.tune(

@@ -36,6 +36,9 @@ def _calls(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor) -> list[torch.T
         interlace.gemm_all_to_all(x, w, bias, impl="fused"),
     ]
     found.append(interlace.gemv_all_reduce(mine[:2], w, bias, impl="gemv"))
+    for impl in ("fused", "pushed"):
+        y, total, _ = interlace.gemm_all_reduce(mine[:4], w, bias, norm="rms", impl=impl)
+        found += [y, total]
     found += [interlace.gemm_all_reduce(x, w, impl=impl) for impl in ("remote_stores", "chunked")]
     return [*found, interlace.gemm_all_to_all(x, w, impl="chunked")]
 

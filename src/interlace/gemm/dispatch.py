@@ -332,14 +332,21 @@ def _run(implementation: Implementation, call: GemmCall, decision: Decision) -> 
             is_deferred = isinstance(work, DeferredCall)
             work = work.into(call.out) if is_deferred else call.out.copy_(work)
         result = call.group.perform(work, call.known)
-    replays, is_plain = call.group.replays, call.epilogue is None
-    if call.form is None or result is None or (is_plain and replays.alike(call.form) is not None):
+    replays, is_of_rows = call.group.replays, call.known is not None
+    if call.form is None or result is None or (is_of_rows and replays.alike(call.form) is not None):
         return result
     again = work.again() if isinstance(work, DeferredCall) and work.again is not None else None
-    if is_plain:
+    if is_of_rows:
         # What is remembered must refer to neither group nor operands.
         absent: Any = None
-        template = dataclasses.replace(call, group=absent, operands=absent, known=None, form=None)
+        template = dataclasses.replace(
+            call,
+            group=absent,
+            operands=absent,
+            known=None,
+            form=None,
+            epilogue=None if call.epilogue is None else call.epilogue.with_tensors(),
+        )
         again = functools.partial(_run_again, decision, template, operands.out_dtype, again)
     if again is not None:
         replays.remember_form(call.form, again)
@@ -358,15 +365,17 @@ def _run_again(
     bias: torch.Tensor | None,
     x_scale: torch.Tensor | None,
     w_scale: torch.Tensor | None,
+    *epilogue_tensors: torch.Tensor | None,
 ) -> Any:
     """Run a call like one that has run, past all that was found out before that one's first run.
 
     Args:
         decision: How that one was decided.
-        template: That call, without group and operands.
+        template: That call, without group and tensors.
         out_dtype: The result's dtype.
         again: Makes calls that need no graph, past the implementation's preparations; None where it
             has nothing like that.
+        epilogue_tensors: Those of an epilogue, if that one had one.
 
     Returns:
         The result.
@@ -375,11 +384,13 @@ def _run_again(
         again = None  # it takes no scales
     # What comes again is worth a graph, which the long way through the implementation makes.
     if again and not ranges.is_listening() and not group.replays.comes_again(known):
-        result = again(group, known, x, w, bias)
+        result = again(group, known, x, w, bias, *epilogue_tensors)
         if result is not None:
             return result
     operands = Operands(x, w, bias, x_scale, w_scale, out_dtype)
     call = dataclasses.replace(template, group=group, operands=operands, known=known)
+    if call.epilogue is not None:
+        call = dataclasses.replace(call, epilogue=call.epilogue.with_tensors(*epilogue_tensors))
     return _run_decided(call, decision)
 
 

@@ -85,6 +85,18 @@ class Epilogue:
         dtype = output_dtype(x, out_dtype)
         return Epilogue(residual, norm_weight, norm_bias, norm, eps, scale, dtype, block_scales)
 
+    def with_tensors(
+        self,
+        residual: torch.Tensor | None = None,
+        norm_weight: torch.Tensor | None = None,
+        norm_bias: torch.Tensor | None = None,
+        scale: torch.Tensor | None = None,
+    ) -> Epilogue:
+        """Return the same steps with other tensors, which are contiguous."""
+        return dataclasses.replace(
+            self, residual=residual, norm_weight=norm_weight, norm_bias=norm_bias, scale=scale
+        )
+
     @property
     def quantization(self) -> str:
         """Return ``"none"``, or what has a scale of its own: ``"tensor"``, ``"row"`` or

@@ -356,7 +356,22 @@ def lamport_arguments(
         slot_bytes: Bytes that a rank sends to each.
         mark: The number from ``Group.agree``.
     """
-    workspace = group.workspace(*lamport_size(operator, impl, slot_bytes, group.world_size))
+    size = lamport_size(operator, impl, slot_bytes, group.world_size)
+    return word_arguments(group, size, operator, mark)
+
+
+def word_arguments(
+    group: Group | WithinNode, size: WorkspaceSize, operator: str, mark: int
+) -> dict[str, Any]:
+    """Return the arguments of a kernel whose values travel as words that carry their arrival.
+
+    Args:
+        group: The group of the call.
+        size: The kernel's workspace.
+        operator: The name in the deadline's error.
+        mark: The number from ``Group.agree``.
+    """
+    workspace = group.workspace(*size)
     return {
         "words": workspace.data.address,
         "epochs": workspace.epochs,
@@ -364,3 +379,68 @@ def lamport_arguments(
         "call": mark,
         "half": workspace.half_bytes // 8,
     }
+
+
+class KernelOfWords:
+    """A kernel whose values travel as words that carry their arrival. A call enqueues it on the
+    current stream, and must happen within ``Group.running``.
+
+    Attributes:
+        launch: The launch; None before the first call.
+    """
+
+    def __init__(
+        self,
+        group: Group | WithinNode,
+        find: Callable[[Any], dict[str, Any]],
+        describe: Callable[[dict[str, Any]], Launch],
+    ) -> None:
+        """Prepare a launch. Collective when the workspace must grow.
+
+        Args:
+            group: The ranks.
+            find: Returns the arguments that say where words travel, by name, given the group:
+                :func:`lamport_arguments` or :func:`word_arguments`. It must refer to no group.
+            describe: Returns the launch, given those.
+        """
+        self._find, self._memory, self._describe = find, find(group), describe
+        self.launch: Launch | None = None
+
+    def __call__(self) -> None:
+        self.launch = self._describe(self._memory)
+        self.launch()
+
+    def compile(self) -> Any:
+        """Return Triton's compiled kernel, without running it."""
+        return self._describe(self._memory).compile()
+
+    def again(self, *names: str) -> Callable[[Group], Callable[..., None]] | None:
+        """Return what prepares such a kernel for other operands, past its description; None where
+        none has run on a GPU.
+
+        That takes the group, is collective when the workspace must grow, and returns what enqueues
+        the kernel, given the operands by name. It refers to no group and no operand of this call.
+
+        Args:
+            names: The names of the kernel's parameters that get other values.
+        """
+        relaunch = None if self.launch is None else self.launch.again()
+        if self.launch is None or relaunch is None:
+            return None
+        (programs,), find = self.launch.grid, self._find
+        kept = {
+            name: value
+            for name, value in self.launch.arguments.items()
+            if name not in names and name not in self._memory
+        }
+
+        def prepare(group: Group) -> Callable[..., None]:
+            # Looked up each time: peers that replay a capture may use an older workspace.
+            arguments = kept | find(group)
+
+            def enqueue(**others: Any) -> None:
+                relaunch(programs, arguments | others)
+
+            return enqueue
+
+        return prepare

@@ -9,6 +9,7 @@ import itertools
 import time
 from collections.abc import Mapping
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,13 +18,15 @@ import torch.distributed as dist
 import interlace
 from interlace.comm.launching.kernels import Launch
 from interlace.costs import find_cost
+from interlace.gemm import dispatch
 from interlace.gemm.call import GemmCall
 from interlace.gemm.epilogue import Norm
+from interlace.gemm.launch import KernelOfWords
 from interlace.gemm.scaled import block_scale_shapes, dequantised
 from interlace.operators.gemm_all_reduce import normed, normed_launch
 from interlace.operators.gemm_all_reduce.config import GemmAllReduceNormConfig
 from interlace.operators.gemm_all_reduce.normed import GemmAllReduceNorm
-from interlace.operators.gemm_all_reduce.normed_launch import _push_again
+from interlace.operators.gemm_all_reduce.normed_launch import _again_of_any_rows
 from tests.errors import error_of
 
 IMPLS = [each.name for each in GemmAllReduceNorm.implementations]
@@ -441,24 +444,28 @@ def test_what_many_rows_take() -> None:
     assert "up to 256 rows" in choice.reason
 
 
+def _launched_again(launched: Launch) -> Any:
+    """Stand for ``Launch.again``, as the interpreter compiles nothing."""
+
+    def anew(programs: int, arguments: Mapping[str, Any]) -> None:
+        Launch(launched.kernel, (programs,), arguments, launched.constants)()
+
+    return anew
+
+
 def _of_one_form() -> list[tuple[float, bool]]:
     """Calls of other numbers of rows by what the first one has left, and by the operator."""
     made = []
 
-    def keep(call: GemmCall, launched: Launch) -> Any:
-        def anew(programs: int, arguments: Mapping[str, Any]) -> None:
-            Launch(launched.kernel, (programs,), arguments, launched.constants)()
-
-        with pytest.MonkeyPatch.context() as patch:
-            # The interpreter compiles nothing that could be launched again.
-            patch.setattr(Launch, "again", lambda _: anew)
-            made.append(_push_again(call, launched))
+    def keep(call: GemmCall, kernel: KernelOfWords) -> None:
+        made.append(_again_of_any_rows(call, kernel))
 
     group = interlace.group_of()
     tensors = _tensors(260, 24, 16, torch.float32)
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Launch, "again", _launched_again)
         patch.setattr(normed, "_known_call", lambda *_: (("any",), None))
-        patch.setattr(normed_launch, "_push_again", keep)
+        patch.setattr(normed_launch, "_again_of_any_rows", keep)
         interlace.gemm_all_reduce(**tensors, norm="rms", eps=EPS)
     (again,) = made
     results = []
@@ -481,3 +488,40 @@ def test_calls_of_one_form(ranks: Any) -> None:
     for results in ranks(2).run(_of_one_form):
         assert all(error < 1e-4 and is_right for error, is_right in results)
         assert len(results) == 4
+
+
+def _with_other_tensors(impl: str, w_along_k: bool) -> list[tuple[int, bool]]:
+    """How often a call by what the first one of its rows has left goes through the implementation,
+    and whether its results are those of the operator; twice with the same operands.
+    """
+    group, remembered = interlace.group_of(), []
+
+    def tensors() -> dict[str, torch.Tensor]:
+        given = _tensors(5, 24, 16, torch.float32)
+        return given if w_along_k else given | {"w": given["w"].T.contiguous().T}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Launch, "again", _launched_again)
+        patch.setattr(normed, "_known_call", lambda *_: ((impl, w_along_k), (0,)))
+        patch.setattr(group.replays, "remember_form", lambda _, again: remembered.append(again))
+        interlace.gemm_all_reduce(**tensors(), norm="layer", eps=EPS, impl=impl)
+    (again,) = remembered
+    results = []
+    for _ in range(2):
+        others = {name: tensor + 1 for name, tensor in tensors().items()}
+        x, w, bias, *vectors = others.values()
+        ways = mock.patch.object(dispatch, "_run_decided", wraps=dispatch._run_decided)
+        with ways as prepared:
+            found = again(group, (impl, w_along_k, "these"), x, w, bias, None, None, *vectors, None)
+        right = interlace.gemm_all_reduce(**others, norm="layer", eps=EPS, impl=impl)
+        results.append((prepared.call_count, all(map(torch.equal, found, right))))
+    return results
+
+
+@pytest.mark.parametrize("w_along_k", [True, False])
+@pytest.mark.parametrize("impl", ["fused", "pushed"])
+def test_calls_of_as_many_rows(ranks: Any, impl: str, w_along_k: bool) -> None:
+    """What one call has left makes calls of other tensors, at first and when they come again."""
+    for results in ranks(2).run(_with_other_tensors, impl, w_along_k):
+        # Weights along N are copied, and a call that comes again is made a graph.
+        assert results == [(int(impl == "fused" and not w_along_k), True), (1, True)]

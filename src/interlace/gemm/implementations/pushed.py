@@ -29,7 +29,12 @@ from interlace.comm.runtime.interpreter import require
 from interlace.gemm import few_rows
 from interlace.gemm.call import GemmCall
 from interlace.gemm.implementations.refusals import needs
-from interlace.gemm.launch import lamport_arguments, lamport_reservation, row_stride
+from interlace.gemm.launch import (
+    KernelOfWords,
+    lamport_arguments,
+    lamport_reservation,
+    row_stride,
+)
 from interlace.gemm.operands import FLOAT8, RowPart, Weight
 from interlace.gemm.products import multiply_by_faster
 from interlace.registry import Implementation
@@ -51,70 +56,6 @@ def sum_slot_bytes(elements: int, itemsize: int) -> int:
     return round_up(elements, 16) * itemsize
 
 
-class Push:
-    """A kernel that stores rows in the peers' memory. A call enqueues it on the current stream, and
-    must happen within ``Group.running``.
-    """
-
-    def __init__(
-        self,
-        group: Group | WithinNode,
-        operator: str,
-        slot_bytes: int,
-        mark: int,
-        describe: Callable[[dict[str, Any]], Launch],
-    ) -> None:
-        """Prepare a launch. Collective when the workspace must grow.
-
-        Args:
-            group: The ranks.
-            operator: The operator that the deadline's error names, and whose memory it is.
-            slot_bytes: Bytes that a rank sends to each.
-            mark: The number from ``Group.agree``.
-            describe: Returns the launch, given the arguments that say where rows travel.
-        """
-        self._find = functools.partial(
-            lamport_arguments, operator=operator, impl="pushed", slot_bytes=slot_bytes, mark=mark
-        )
-        self._memory, self._describe = self._find(group), describe
-        self._launch: Launch | None = None
-
-    def __call__(self) -> None:
-        self._launch = self._describe(self._memory)
-        self._launch()
-
-    def again(self, *tensors: str) -> Callable[[Group], Callable[..., None]] | None:
-        """Return what prepares such a kernel for other tensors, past its description; None where
-        none has run on a GPU.
-
-        That takes the group, is collective when the workspace must grow, and returns what enqueues
-        the kernel, given the tensors by name. It refers to no group and no tensor of this call.
-
-        Args:
-            tensors: The names of the kernel's parameters that get other tensors.
-        """
-        relaunch = None if self._launch is None else self._launch.again()
-        if self._launch is None or relaunch is None:
-            return None
-        (programs,), find = self._launch.grid, self._find
-        kept = {
-            name: value
-            for name, value in self._launch.arguments.items()
-            if name not in tensors and name not in self._memory
-        }
-
-        def prepare(group: Group) -> Callable[..., None]:
-            # Looked up each time: peers that replay a capture may use an older workspace.
-            arguments = kept | find(group)
-
-            def enqueue(**others: torch.Tensor | None) -> None:
-                relaunch(programs, arguments | others)
-
-            return enqueue
-
-        return prepare
-
-
 def push_rows(
     group: Group | WithinNode,
     operator: str,
@@ -125,7 +66,7 @@ def push_rows(
     *,
     scatter: bool = False,
     offsets: Sequence[int] | None = None,
-) -> Push:
+) -> KernelOfWords:
     """Return the kernel that brings rows to other ranks. Collective when the workspace must grow.
 
     Args:
@@ -165,7 +106,8 @@ def push_rows(
         # The program behind them finds out whether the ranks are in the same call.
         return Launch(staged.spread_rows, (programs + 1,), arguments, constants)
 
-    return Push(group, operator, ceil_div(gathered.nbytes, ranks), mark, describe)
+    slot_bytes = ceil_div(gathered.nbytes, ranks)
+    return _kernel(group, operator, slot_bytes, mark, describe)
 
 
 def push_and_sum(
@@ -178,7 +120,7 @@ def push_and_sum(
     *,
     scatter: bool = True,
     in_tree: bool = False,
-) -> Push:
+) -> KernelOfWords:
     """Return the kernel that sums parts of all ranks. Collective when the workspace must grow.
 
     Args:
@@ -218,7 +160,20 @@ def push_and_sum(
         # The program behind them finds out whether the ranks are in the same call.
         return Launch(sum_parts, (programs + 1,), arguments, constants)
 
-    return Push(group, operator, slot_bytes, mark, describe)
+    return _kernel(group, operator, slot_bytes, mark, describe)
+
+
+def _kernel(
+    group: Group | WithinNode,
+    operator: str,
+    slot_bytes: int,
+    mark: int,
+    describe: Callable[[dict[str, Any]], Launch],
+) -> KernelOfWords:
+    find = functools.partial(
+        lamport_arguments, operator=operator, impl="pushed", slot_bytes=slot_bytes, mark=mark
+    )
+    return KernelOfWords(group, find, describe)
 
 
 def reserve(group: Group | WithinNode, operator: str, nbytes: int) -> None:
@@ -272,7 +227,7 @@ def laid_out(call: GemmCall) -> GemmCall:
     return call
 
 
-PushOf = Callable[[GemmCall, torch.Tensor, torch.Tensor], Push]
+PushOf = Callable[[GemmCall, torch.Tensor, torch.Tensor], KernelOfWords]
 """Returns the kernel that takes a call's product to its result, the two tensors."""
 
 
@@ -298,7 +253,7 @@ def _run(call: GemmCall, push: PushOf) -> torch.Tensor | DeferredCall:
     require(group.backend)
     dtype, device = operands.out_dtype, operands.x.device
     take = New(device, (([laid.rows.result, operands.columns], dtype), (product_shape, dtype)))
-    prepared: list[Push] = []
+    prepared: list[KernelOfWords] = []
 
     def prepare(y: torch.Tensor, product: torch.Tensor) -> Callable[[], None]:
         pushed = push(laid, product, y)
@@ -323,7 +278,7 @@ def _run(call: GemmCall, push: PushOf) -> torch.Tensor | DeferredCall:
     )
 
 
-def _again(call: GemmCall, take: New, pushed: Push) -> AgainCall | None:
+def _again(call: GemmCall, take: New, pushed: KernelOfWords) -> AgainCall | None:
     """Return what multiplies other operands of these shapes, and enqueues the kernel behind it."""
     is_sum = call.operator.adds_ranks
     source, target = ("part", "y") if is_sum else ("x", "gathered")
@@ -353,13 +308,15 @@ def _again(call: GemmCall, take: New, pushed: Push) -> AgainCall | None:
     return again
 
 
-def _push_all_to_all(call: GemmCall, product: torch.Tensor, y: torch.Tensor) -> Push:
+def _push_all_to_all(call: GemmCall, product: torch.Tensor, y: torch.Tensor) -> KernelOfWords:
     group = call.group
     rows = [len(product) // group.world_size] * group.world_size
     return push_rows(group, call.operator.name, product, y, rows, call.mark, scatter=True)
 
 
-def _push_sum(call: GemmCall, part: torch.Tensor, y: torch.Tensor, *, scatter: bool) -> Push:
+def _push_sum(
+    call: GemmCall, part: torch.Tensor, y: torch.Tensor, *, scatter: bool
+) -> KernelOfWords:
     name, bias = call.operator.name, call.operands.bias
     in_tree = call.leaves > 0
     return push_and_sum(

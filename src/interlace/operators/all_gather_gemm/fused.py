@@ -23,11 +23,11 @@ from interlace.gemm.call import GemmCall
 from interlace.gemm.config import GemmConfig
 from interlace.gemm.fetch import Piece, Staging, offset_behind
 from interlace.gemm.implementations.pushed import (
-    Push,
     laid_out,
     multiply,
     push_rows,
 )
+from interlace.gemm.launch import KernelOfWords
 from interlace.gemm.operands import ALIGNMENT_BYTES, Operands, RowPart, Weight
 from interlace.gemm.products import multiply_by_faster, multiply_into
 from interlace.units import ceil_div
@@ -183,7 +183,7 @@ def run_pushed(given: GemmCall) -> DeferredCall | Pair:
     """Gather x by one kernel that stores this rank's rows in all ranks' memory; another one
     multiplies all rows once they have arrived.
     """
-    pushes: list[Push] = []
+    pushes: list[KernelOfWords] = []
 
     def prepare(call: GemmCall, y: torch.Tensor, gathered: torch.Tensor) -> Callable[[], None]:
         operands, rows = call.operands, call.rows.by_rank
@@ -202,7 +202,7 @@ def run_pushed(given: GemmCall) -> DeferredCall | Pair:
     return dataclasses.replace(work, again=lambda: _push_again(given, work, pushes[-1]))
 
 
-def _push_again(call: GemmCall, work: DeferredCall, push: Push) -> AgainCall | None:
+def _push_again(call: GemmCall, work: DeferredCall, push: KernelOfWords) -> AgainCall | None:
     """Return what gathers other rows like a call's, and multiplies them."""
     prepare = push.again("x", "gathered")
     if prepare is None:

@@ -6,7 +6,8 @@ Its tiles and protocol come from a tuned table of its own, or from ``default_con
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import functools
+from collections.abc import Hashable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -15,11 +16,11 @@ from interlace.comm import MAX_PROGRAMS, Group
 from interlace.comm.groups.reservation import Reservation, WorkspaceSize
 from interlace.comm.launching.kernels import Launch, known_factor, triton_dtype
 from interlace.comm.replay.deferred import DeferredCall, New
-from interlace.comm.replay.replays import places
+from interlace.comm.replay.replays import AgainCall, places
 from interlace.comm.runtime.interpreter import require
 from interlace.gemm.call import GemmCall
 from interlace.gemm.implementations.refusals import needs
-from interlace.gemm.launch import row_stride
+from interlace.gemm.launch import KernelOfWords, row_stride, word_arguments
 from interlace.gemm.operands import FLOATS
 from interlace.operators.gemm_all_reduce.config import (
     GemmAllReduceNormConfig,
@@ -47,7 +48,7 @@ _KERNEL = "gemv_all_reduce"
 
 def run(call: GemmCall) -> DeferredCall:
     """Return the sum over ranks, ``[M, N]``, by one kernel."""
-    operands, group, mark = call.operands, call.group, call.mark
+    operands, mark = call.operands, call.mark
     config = call.configs[GEMV.name]
     is_invariant, leaves = call.is_batch_invariant, call.leaves
     assert isinstance(config, GemvAllReduceConfig)
@@ -57,19 +58,45 @@ def run(call: GemmCall) -> DeferredCall:
         x = x.contiguous()
     if w.stride(1) != 1:
         w = w.contiguous()
+    take = New.like(x, [x.shape[0], w.shape[0]])
+    is_of_operands = x is operands.x and w is operands.w
+    kernels: list[KernelOfWords] = []
+
+    def prepare_kernel(y: torch.Tensor) -> KernelOfWords:
+        options: dict[str, Any] = {"is_batch_invariant": is_invariant, "leaves": leaves}
+        kernels.append(prepare(call.group, x, w, bias, y, config, mark, **options))
+        return kernels[-1]
 
     return DeferredCall(
         (_KERNEL, config, mark, is_invariant, leaves, places(x, w, bias)),
-        New.like(x, [x.shape[0], w.shape[0]]),
-        # The launch is prepared within ``Group.running``.
-        lambda y: (
-            lambda: prepare(
-                group, x, w, bias, y, config, mark, is_batch_invariant=is_invariant, leaves=leaves
-            )()
-        ),
+        take,
+        prepare_kernel,
         with_libraries=False,
-        is_of_operands=x is operands.x and w is operands.w,
+        is_of_operands=is_of_operands,
+        again=(lambda: _again(take, kernels[-1])) if is_of_operands else None,
     )
+
+
+def _again(take: New, kernel: KernelOfWords) -> AgainCall | None:
+    """Return what enqueues a kernel for other operands like its own."""
+    prepare_again = kernel.again("x", "w", "bias", "y")
+    if prepare_again is None:
+        return None
+
+    def again(
+        group: Group,
+        _: Hashable,
+        x: torch.Tensor,
+        w: torch.Tensor,
+        bias: torch.Tensor | None,
+    ) -> torch.Tensor:
+        (y,) = take(group)
+        enqueue = prepare_again(group)
+        with group.running():
+            enqueue(x=x, w=w, bias=bias, y=y)
+        return y
+
+    return again
 
 
 GEMV = Implementation(
@@ -253,8 +280,8 @@ def prepare(
     *,
     is_batch_invariant: bool = False,
     leaves: int = 0,
-) -> Launch:
-    """Prepare the launch for x ``[B, K]``, its rows contiguous, w ``[N, K]`` and y ``[B, N]``.
+) -> KernelOfWords:
+    """Prepare the kernel for x ``[B, K]``, its rows contiguous, w ``[N, K]`` and y ``[B, N]``.
 
     Collective when the workspace must grow.
 
@@ -290,18 +317,12 @@ def prepare(
     function = (
         gemv_all_reduce_one_shot if config.protocol == "one_shot" else gemv_all_reduce_two_phase
     )
-    name = words.size.name
-    workspace = group.workspace(*words.size)
+    find = functools.partial(word_arguments, size=words.size, operator=words.size.name, mark=mark)
     arguments = {
         "x": x,
         "w": w,
         "bias": bias,
         "y": y,
-        "words": workspace.data.address,
-        "epochs": workspace.epochs,
-        "ctx": group.context(name),
-        "call": mark,
-        "half": workspace.half_bytes // 8,
         "slot": words.slot,
         "N": rows,
         "B": tokens,
@@ -310,4 +331,8 @@ def prepare(
         "stride_x": row_stride(x),
         "stride_w": row_stride(w),
     }
-    return Launch(function, (programs,), arguments, constants)
+
+    def describe(memory: dict[str, Any]) -> Launch:
+        return Launch(function, (programs,), arguments | memory, constants)
+
+    return KernelOfWords(group, find, describe)

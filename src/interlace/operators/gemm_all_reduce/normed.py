@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,13 @@ import torch.distributed as dist
 from interlace.comm import MAX_PROGRAMS, Group, default_name
 from interlace.comm.groups.group import known_group
 from interlace.comm.groups.process_groups import process_group_named
-from interlace.comm.groups.registration import OPERATOR_TAGS, entrance, register
+from interlace.comm.groups.registration import (
+    OPERATOR_TAGS,
+    entrance,
+    past_autograd,
+    recalling_group,
+    register,
+)
 from interlace.comm.runtime import ranges
 from interlace.costs.known_profiles import cached_by_profiles
 from interlace.errors import ArgumentError
@@ -178,21 +184,15 @@ _TENSORS = 0, 1, 2, 5
 # implementation and the configuration.
 _OTHERS = 5
 
+_DTYPES = torch.dtype, type(None)
+
 
 def _run(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, *arguments: Any) -> _Results:
     x_scale, w_scale, group_name, impl, config = arguments[-_OTHERS:]
     known = _known_call(x, w, bias, *arguments)
-    if known is not None and not ranges.is_listening():
+    if known is not None:
         group = known_group(process_group_named(group_name), x.device)
-        results = None
-        if group is not None:
-            form, addresses = known
-            tensors = [arguments[index] for index in _TENSORS]
-            results = (
-                group.recall_form(form, None, x, w, bias, *tensors)
-                if addresses is None
-                else group.recall(known)
-            )
+        results = _recalled(group, known, x, w, bias, arguments)
         if results is not None:
             return tuple(results)
     validate(_DECLARATION, x, w, bias, x_scale, w_scale, None, impl, None)
@@ -259,6 +259,34 @@ def _known_call(
     return tuple(key), None if is_many else tuple(addresses)
 
 
+def _recalled(
+    group: Group | None,
+    known: dispatch.Known,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    arguments: Sequence[Any],
+) -> _Results | None:
+    """Return the results of a call that has come before, or of one like an earlier one; None if it
+    must take the long way.
+
+    Args:
+        known: What :func:`_known_call` says of it.
+        arguments: The operator's, behind x, w and bias.
+    """
+    if group is None or ranges.is_listening():
+        return None
+    tensors = [arguments[index] for index in _TENSORS]
+    form, addresses = known
+    results: _Results | None
+    if addresses is None:
+        results = group.recall_form(form, None, x, w, bias, *tensors)
+    else:
+        *_, x_scale, w_scale, _, _, _ = arguments
+        results = group.recall_known(known, x, w, bias, x_scale, w_scale, *tensors)
+    return results
+
+
 def _fake(x: torch.Tensor, w: torch.Tensor, _: object, *arguments: Any) -> _Results:
     epilogue = Epilogue.of(x, *arguments[:-_OTHERS])
     return tuple(epilogue.empty_results(x.shape[0], w.shape[0], x))
@@ -297,6 +325,27 @@ def call_normed(
             number, or ``norm`` no word. PyTorch chooses what runs by the operands' devices, so this
             is refused before it is asked.
     """
+    # What the schema has no place for would be PyTorch's error.
+    if not isinstance(eps, (int, float)):
+        raise ArgumentError(f"{_NAME}: eps must be a number; got {eps!r}.")
+    if not isinstance(norm, (str, type(None))):
+        raise ArgumentError(f"{_NAME}: norm must be a word or None; got {norm!r}.")
+    text = "" if config is None else str(config)
+    epilogue = (
+        residual, norm_weight, norm_bias, norm or "rms", float(eps), scale, out_dtype,
+        bool(block_scales), x_scale, w_scale,
+    )  # fmt: skip
+    known_to = recalling_group(
+        group, x, w, bias, residual, norm_weight, norm_bias, scale, x_scale, w_scale
+    )
+    if known_to is not None and type(impl) is str and type(out_dtype) in _DTYPES:
+        arguments = *epilogue, "", impl, text
+        known = _known_call(x, w, bias, *arguments)
+        if known is not None:
+            with past_autograd():
+                recalled = _recalled(known_to, known, x, w, bias, arguments)
+            if recalled is not None:
+                return Normed(*recalled)
     optional = {
         "bias": bias,
         "residual": residual,
@@ -310,17 +359,7 @@ def call_normed(
     for name, tensor in {"x": x, "w": w, **tensors}.items():
         require_tensor(f"{_NAME}: {name}", tensor)
         require_device(f"{_NAME}: {name}", tensor, "x", x.device)
-    # What the schema has no place for would be PyTorch's error.
-    if not isinstance(eps, (int, float)):
-        raise ArgumentError(f"{_NAME}: eps must be a number; got {eps!r}.")
-    if not isinstance(norm, (str, type(None))):
-        raise ArgumentError(f"{_NAME}: norm must be a word or None; got {norm!r}.")
-    text = "" if config is None else str(config)
-    results = entrance(_NAME)(
-        x, w, bias, residual, norm_weight, norm_bias, norm or "rms", float(eps), scale, out_dtype,
-        bool(block_scales), x_scale, w_scale, default_name(group), impl, text,
-    )  # fmt: skip
-    return Normed(*results)
+    return Normed(*entrance(_NAME)(x, w, bias, *epilogue, default_name(group), impl, text))
 
 
 def refuse_without_norm(operator: str, **options: object) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Hashable
 from typing import Any, cast
 
@@ -24,8 +25,15 @@ from interlace.comm.runtime.interpreter import require
 from interlace.gemm.call import GemmCall
 from interlace.gemm.epilogue import Normed
 from interlace.gemm.implementations.pushed import multiply, sum_slot_bytes
-from interlace.gemm.launch import lamport_arguments, lamport_reservation, row_stride
+from interlace.gemm.launch import (
+    KernelOfWords,
+    lamport_arguments,
+    lamport_reservation,
+    row_stride,
+)
+from interlace.gemm.operands import RowPart, Weight
 from interlace.gemm.operator import GemmOperator
+from interlace.gemm.products import multiply_by_faster
 from interlace.gemm.scaled import SCALE_BLOCK
 from interlace.operators.gemm_all_reduce.config import (
     MOST_FUSED_ROWS,
@@ -48,22 +56,70 @@ _MOST_PUSHING = MAX_PROGRAMS - 1  # and one more that meets the peers
 def run_fused(call: GemmCall) -> DeferredCall:
     """Multiply, sum and normalise in one kernel."""
     laid = _with_rows_along_k(call)
+    take = _new_results(call)
+    find = functools.partial(
+        lamport_arguments,
+        operator=call.operator.name,
+        impl="fused",
+        slot_bytes=_fused_slot_bytes(call),
+        mark=call.mark,
+    )
+    kernels: list[KernelOfWords] = []
 
-    def slots(nbytes: int) -> dict[str, Any]:
-        return lamport_arguments(call.group, call.operator.name, "fused", nbytes, call.mark)
-
-    def prepare(*memory: torch.Tensor) -> Callable[[], None]:
+    def prepare(*memory: torch.Tensor) -> KernelOfWords:
         _compile_for_any_tokens(laid)
-        return lambda: _fused(laid, Normed(*memory), slots)()
+        describe = functools.partial(_fused, laid, Normed(*memory))
+        kernels.append(KernelOfWords(call.group, find, describe))
+        return kernels[-1]
 
     return DeferredCall(
         (call.operator.name, "fused", call.config, call.mark, *_memory(laid)),
-        _new_results(call),
+        take,
         prepare,
         _results,
         with_libraries=False,
         is_of_operands=laid is call,
+        again=(lambda: _again(call, take, kernels[-1])) if laid is call else None,
     )
+
+
+def _again(
+    call: GemmCall, take: New, kernel: KernelOfWords, *, follows_product: bool = False
+) -> AgainCall | None:
+    """Return what makes calls of other operands like a call's own, and of as many rows, past
+    validation, decision and preparation.
+
+    Args:
+        take: Returns the results, and behind them the memory of a product, if there is one.
+        kernel: The call's kernel.
+        follows_product: Whether it follows a product, or multiplies itself.
+    """
+    factors = ["part"] if follows_product else ["x", "w"]
+    prepare = kernel.again(*factors, "inputs", "outputs")
+    if prepare is None:
+        return None
+    eps = call.known_epilogue.eps
+
+    def again(
+        group: Group,
+        _: Hashable,
+        x: torch.Tensor,
+        w: torch.Tensor,
+        *vectors: torch.Tensor | None,
+    ) -> Normed:
+        y, total, scales, *products = take(group)
+        results = Normed(y, total, scales)
+        arguments, enqueue = _norm_arguments(results, eps, *vectors), prepare(group)
+        with group.running():
+            if products:
+                (product,) = products
+                multiply_by_faster(product, RowPart(x), Weight(w, w.T), None)
+                enqueue(part=product, **arguments)
+            else:
+                enqueue(x=x, w=w, **arguments)
+        return results
+
+    return again
 
 
 _expected: set[tuple[Hashable, ...]] = set()
@@ -138,7 +194,7 @@ def _launches_of_any_tokens(call: GemmCall) -> list[Launch]:
         )
         results = empty_results(other)
         if choice.impl == "fused":
-            launches.append(_fused(other, results, lambda _: memory))
+            launches.append(_fused(other, results, memory))
         elif choice.impl == "pushed":
             launches.append(_sum_rows(other, results.residual, results, memory))
     # Ranks of a node keep compiled kernels in one place: each begins with others.
@@ -153,29 +209,42 @@ def run_pushed(call: GemmCall) -> DeferredCall:
     if call.operands.x_scale is not None:
         call = call.with_operands(call.operands.with_contiguous_rows())
     operands = call.operands
-    product_shape = [operands.rows, operands.columns]
-    launches: list[Launch] = []
+    rows, columns, dtype = operands.rows, operands.columns, operands.out_dtype
+    take = _new_results(call, ([rows, columns], dtype))
+    find = functools.partial(
+        _pushed_memory,
+        operator=call.operator.name, rows=rows, columns=columns, dtype=dtype, mark=call.mark,
+    )  # fmt: skip
+    kernels: list[KernelOfWords] = []
 
     def prepare(*memory: torch.Tensor) -> Callable[[], None]:
         *results, product = memory
         _compile_for_any_tokens(call)
-        slots = _pushed_memory(call.group, call.operator.name, product, call.mark)
-        launch = _sum_rows(call, product, Normed(*results), slots)
-        launches.append(launch)
+        describe = functools.partial(_sum_rows, call, product, Normed(*results))
+        kernel = KernelOfWords(call.group, find, describe)
+        kernels.append(kernel)
 
         def enqueue() -> None:
             multiply(call, product, operands.all_rows(), None)
-            launch()
+            kernel()
 
         return enqueue
 
+    def again() -> AgainCall | None:
+        # Products of float8, and batch-invariant ones, may need copies of operands.
+        if call.is_batch_invariant or operands.x_scale is not None:
+            return None
+        if is_pushed(rows, columns, dtype, call.group.world_size):
+            return _again_of_any_rows(call, kernels[-1])
+        return _again(call, take, kernels[-1], follows_product=True)
+
     return DeferredCall(
         (call.operator.name, "pushed", call.mark, *_memory(call)),
-        _new_results(call, (product_shape, operands.out_dtype)),
+        take,
         prepare,
         _results,
         is_of_operands=call is given,
-        again=lambda: _push_again(call, launches[-1]) if launches else None,
+        again=again,
     )
 
 
@@ -188,23 +257,14 @@ def is_pushed(rows: int, columns: int, dtype: torch.dtype, world_size: int) -> b
     return rows > MOST_NORMED_ROWS and arriving <= MOST_PUSHED_BYTES
 
 
-def _push_again(call: GemmCall, launch: Launch) -> AgainCall | None:
-    """Return what makes calls of many rows again, past validation, decision and preparation.
-
-    The product is cuBLAS's whatever the number of rows is, so none is made of batch-invariant
-    calls, nor of few rows.
+def _again_of_any_rows(call: GemmCall, kernel: KernelOfWords) -> AgainCall | None:
+    """Return what makes calls of many rows again, whatever their number, past validation, decision
+    and preparation. Their product is always cuBLAS's.
     """
-    from interlace.operators.gemm_all_reduce.kernels.norm import NormInputs, NormOutputs
-
     operands, epilogue, family = call.operands, call.known_epilogue, call.family
     columns, dtype, ranks = operands.columns, operands.out_dtype, call.group.world_size
-    relaunch = launch.again()
-    is_plain = (
-        not call.is_batch_invariant
-        and operands.x_scale is None
-        and is_pushed(operands.rows, columns, dtype, ranks)
-    )
-    if not is_plain or relaunch is None or family is None:
+    relaunch = None if kernel.launch is None else kernel.launch.again()
+    if relaunch is None or family is None:
         return None
     eps, out_dtype, device = epilogue.eps, epilogue.out_dtype, operands.x.device
     *_, (scale_shape, _) = epilogue.result_shapes(1, columns, dtype)
@@ -218,11 +278,7 @@ def _push_again(call: GemmCall, launch: Launch) -> AgainCall | None:
         _: Hashable,
         x: torch.Tensor,
         w: torch.Tensor,
-        bias: torch.Tensor | None,
-        residual: torch.Tensor | None,
-        norm_weight: torch.Tensor | None,
-        norm_bias: torch.Tensor | None,
-        scale: torch.Tensor | None,
+        *vectors: torch.Tensor | None,
     ) -> Normed | None:
         rows = x.shape[0]
         is_like_it = rows <= most_rows and is_pushed(rows, columns, dtype, ranks)
@@ -237,17 +293,16 @@ def _push_again(call: GemmCall, launch: Launch) -> AgainCall | None:
             scales = torch.empty((rows, row_scales), dtype=torch.float32, device=device)
         # Looked up each time: peers that take the long way, or replay a capture, may use an older
         # workspace than the first call did.
-        arguments = _pushed_memory(group, name, product, family.mark(rows)) | {
-            "part": product,
-            "inputs": NormInputs(bias, residual, norm_weight, norm_bias, scale, eps),
-            "outputs": NormOutputs(y, total, scales if has_scales else None),
-            "N": columns,
-            "B": rows,
-        }
+        results, mark = Normed(y, total, scales), family.mark(rows)
+        arguments = (
+            _pushed_memory(group, name, rows, columns, dtype, mark)
+            | _norm_arguments(results, eps, *vectors)
+            | {"part": product, "N": columns, "B": rows}
+        )
         with group.running():
             torch.mm(x, w.t(), out=product)
             relaunch(_pushing_programs(product, group), arguments)
-        return Normed(y, total, scales)
+        return results
 
     return again
 
@@ -321,22 +376,28 @@ def _form(call: GemmCall, sections: int) -> Any:
 
 def _epilogue_arguments(call: GemmCall, results: Normed) -> dict[str, Any]:
     """Return the arguments of a kernel that normalises, by name."""
+    operands, epilogue = call.operands, call.known_epilogue
+    vectors = epilogue.residual, epilogue.norm_weight, epilogue.norm_bias, epilogue.scale
+    arguments = _norm_arguments(results, epilogue.eps, operands.bias, *vectors)
+    return arguments | {"N": operands.columns, "B": operands.rows}
+
+
+def _norm_arguments(
+    results: Normed,
+    eps: float,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    norm_weight: torch.Tensor | None,
+    norm_bias: torch.Tensor | None,
+    scale: torch.Tensor | None,
+) -> dict[str, Any]:
+    """Return those of a kernel's arguments that are a call's tensors."""
     from interlace.operators.gemm_all_reduce.kernels.norm import NormInputs, NormOutputs
 
-    epilogue = call.known_epilogue
     scales = results.scale if results.scale.numel() else None
     return {
-        "inputs": NormInputs(
-            call.operands.bias,
-            epilogue.residual,
-            epilogue.norm_weight,
-            epilogue.norm_bias,
-            epilogue.scale,
-            epilogue.eps,
-        ),
+        "inputs": NormInputs(bias, residual, norm_weight, norm_bias, scale, eps),
         "outputs": NormOutputs(results.y, results.residual, scales),
-        "N": call.operands.columns,
-        "B": call.operands.rows,
     }
 
 
@@ -375,10 +436,11 @@ def _sum_rows(
     return Launch(sum_and_norm_rows, (_pushing_programs(product, group),), arguments, constants)
 
 
-def _pushed_memory(group: Group, operator: str, product: torch.Tensor, mark: int) -> dict[str, Any]:
+def _pushed_memory(
+    group: Group, operator: str, rows: int, columns: int, dtype: torch.dtype, mark: int
+) -> dict[str, Any]:
     """Return the arguments by which rows of a product travel. Collective when memory must grow."""
-    rows, columns = product.shape
-    slot_bytes = _pushed_slot_bytes(rows, columns, product.dtype, group.world_size)
+    slot_bytes = _pushed_slot_bytes(rows, columns, dtype, group.world_size)
     return lamport_arguments(group, operator, "pushed", slot_bytes, mark)
 
 
@@ -406,6 +468,12 @@ def _fused_slot(tokens: int, rows: int, block_n: int) -> tuple[int, int]:
     return ceil_div(tokens, block_b) * block_b * line, line
 
 
+def _fused_slot_bytes(call: GemmCall) -> int:
+    """Return the bytes of a slot of the fused kernel, whose sums travel as float32."""
+    slot, _ = _fused_slot(call.operands.rows, call.operands.columns, call.config.block_n)
+    return 4 * slot
+
+
 def gemm_reservation(call: GemmCall) -> Reservation | None:
     """Return the symmetric memory of ``impl="gemm"``: that of what the sum takes itself."""
     operands, declaration = call.operands, cast(GemmOperator, operator_named("gemm_all_reduce"))
@@ -424,8 +492,7 @@ def gemm_reservation(call: GemmCall) -> Reservation | None:
 
 def fused_reservation(call: GemmCall) -> Reservation:
     """Return the symmetric memory of ``impl="fused"``."""
-    slot, _ = _fused_slot(call.operands.rows, call.operands.columns, call.config.block_n)
-    return lamport_reservation(call, "fused", 4 * slot)
+    return lamport_reservation(call, "fused", _fused_slot_bytes(call))
 
 
 def _pushing_programs(product: torch.Tensor, group: Group) -> int:
@@ -435,11 +502,11 @@ def _pushing_programs(product: torch.Tensor, group: Group) -> int:
     return min(len(product), CPU_PROGRAMS if group.backend == "cpu" else _MOST_PUSHING) + 1
 
 
-def _fused(call: GemmCall, results: Normed, slots: Callable[[int], dict[str, Any]]) -> Launch:
-    """Prepare the fused kernel. Collective when memory must grow.
+def _fused(call: GemmCall, results: Normed, memory: dict[str, Any]) -> Launch:
+    """Prepare the fused kernel.
 
     Args:
-        slots: Returns the arguments by which so many bytes travel from a rank to each.
+        memory: The arguments by which sums travel.
     """
     require(call.group.backend)
     from interlace.operators.gemm_all_reduce.kernels.fused_norm import multiply_sum_and_norm
@@ -466,7 +533,7 @@ def _fused(call: GemmCall, results: Normed, slots: Callable[[int], dict[str, Any
     producers = min(tiles, config.max_programs or MAX_PROGRAMS, MAX_PROGRAMS - receivers)
     tiling = tiling_of(x, w, config, block_b)
     slot, line = _fused_slot(tokens, rows, config.block_n)
-    arguments = _epilogue_arguments(call, results) | slots(4 * slot)
+    arguments = _epilogue_arguments(call, results) | memory
     arguments |= {
         "x": x,
         "w": w,

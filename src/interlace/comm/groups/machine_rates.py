@@ -337,8 +337,8 @@ def _link_bytes_per_s(group: Group) -> float | None:
     local = group.members.local_ranks
     block = group.allocate(2 * _LINK_BYTES)
     peer = local[(local.index(group.rank) + 1) % len(local)]
-    target = block.address + group.rank * block.stride
-    source = block.address + peer * block.stride + _LINK_BYTES
+    target = block.address_of(group.rank)
+    source = block.address_of(peer) + _LINK_BYTES
 
     def fetch() -> None:
         for _ in range(_LINK_COPIES):

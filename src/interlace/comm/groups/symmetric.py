@@ -149,10 +149,5 @@ def empty_symmetric(
     spans = bytes_at(
         block.address, (owner.world_size, nbytes), (block.stride, 1), owner.device, block
     )
-    # The local tensor has a storage of its own, so that code which copies whole storages never
-    # touches the peers' memory.
-    local_address = block.address + owner.rank * block.stride
-    local = bytes_at(local_address, (nbytes,), (1,), owner.device, block)
-    return SymmetricTensor(
-        local=view_as(local, sizes, dtype), peers=view_as(spans, sizes, dtype), group=owner
-    )
+    local = block.part_of(owner.rank, owner.device, sizes, dtype)
+    return SymmetricTensor(local=local, peers=view_as(spans, sizes, dtype), group=owner)

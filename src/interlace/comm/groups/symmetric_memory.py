@@ -17,7 +17,6 @@ from interlace.comm.host.channel import HostChannel
 from interlace.comm.host.health import Health
 from interlace.comm.replay.memory import Block, Heap, SoloHeap, call_when_gone, releases
 from interlace.comm.replay.replays import Replays
-from interlace.comm.runtime.dlpack import bytes_at, view_as
 from interlace.comm.runtime.ordinary import makes_ordinary_tensors
 from interlace.comm.runtime.streams import Streams
 from interlace.environment import LIMIT_VARIABLE, byte_count
@@ -65,13 +64,7 @@ class Workspace:
     def reset(self, rank: int) -> None:
         """Restore the initial state of ``rank``'s part while no kernel of any rank is running."""
         for block in (self.data, self.signals):
-            bytes_at(
-                block.address + rank * block.stride,
-                (block.nbytes,),
-                (1,),
-                self.epochs.device,
-                block,
-            ).zero_()
+            block.part_of(rank, self.epochs.device, [block.nbytes], torch.uint8).zero_()
         # Epoch 0 is what signals hold in fresh memory, so calls count from 1.
         self.epochs.fill_(1)
         self.side_epochs.fill_(1)
@@ -188,7 +181,7 @@ class SymmetricMemory:
             return None
         first = tensor.data_ptr()
         for number, block in list(self._tensors.items()):
-            offset = first - (block.address + self._members.rank * block.stride)
+            offset = first - block.address_of(self._members.rank)
             if offset >= 0 and offset + tensor.nbytes <= block.nbytes:
                 return SymmetricPlace(number, offset)
         return None
@@ -220,8 +213,7 @@ class SymmetricMemory:
                 return None
             block = self._grow_rows(size)
             blocks.append(block)
-        local_address = block.address + self._members.rank * block.stride
-        rows = _view(block, local_address, nbytes, shape, dtype, self._streams.device)
+        rows = block.part_of(self._members.rank, self._streams.device, shape, dtype)
         self._known_rows[slot, tuple(shape), dtype] = rows
         return rows
 
@@ -414,19 +406,6 @@ class SymmetricMemory:
         self._rows.clear()
         self._known_rows.clear()
         self.outputs.release()
-
-
-@makes_ordinary_tensors
-def _view(
-    block: Block,
-    address: int,
-    nbytes: int,
-    shape: Sequence[int],
-    dtype: torch.dtype,
-    device: torch.device,
-) -> torch.Tensor:
-    """Return a tensor over memory of a block, which it keeps alive; it may outlive the call."""
-    return view_as(bytes_at(address, (nbytes,), (1,), device, block), shape, dtype)
 
 
 def _grown(size: WorkspaceSize, previous: Workspace | None) -> WorkspaceSize:

@@ -26,6 +26,7 @@ is emptied when that is safe.
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import weakref
 from abc import ABC, abstractmethod
@@ -35,6 +36,7 @@ from typing import Any
 
 import torch
 
+from interlace.comm.runtime.dlpack import bytes_at, view_as
 from interlace.comm.runtime.ordinary import makes_ordinary_tensors
 from interlace.errors import WorkspaceError
 from interlace.units import format_bytes, round_up
@@ -189,11 +191,7 @@ def memory_of(rank: int) -> list[tuple[int, int]]:
     # A list of references is made at once, while other threads may allocate.
     blocks = [block for block in (known() for known in _blocks.valuerefs()) if block is not None]
     # Behind the parts of a small group's ranks lies whatever was mapped there.
-    return [
-        (block.address + rank * block.stride, block.nbytes)
-        for block in blocks
-        if rank < block.ranks
-    ]
+    return [(block.address_of(rank), block.nbytes) for block in blocks if rank < block.ranks]
 
 
 class Range:
@@ -221,8 +219,7 @@ class Block:
     """Own one collective allocation: equally many bytes per rank, all mapped in this process.
 
     Attributes:
-        address: Address of rank 0's bytes in this process; rank r's bytes are at
-            ``address + r * stride``.
+        address: Address of rank 0's bytes in this process; see :meth:`address_of`.
         nbytes: Usable bytes per rank, at least as many as were requested.
         stride: Bytes between two ranks' copies.
         ranks: Number of ranks.
@@ -239,6 +236,23 @@ class Block:
         self.ranks = ranks
         _blocks[id(self)] = self
         call_when_gone(self, device, release)
+
+    def address_of(self, rank: int) -> int:
+        """Return the address of a rank's bytes."""
+        return self.address + rank * self.stride
+
+    @makes_ordinary_tensors
+    def part_of(
+        self, rank: int, device: torch.device, shape: Sequence[int], dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Return a tensor over a rank's bytes, from the first one on; it keeps the block alive.
+
+        It has a storage of its own, so that code which copies whole storages never touches the
+        memory of others.
+        """
+        nbytes = math.prod(shape) * dtype.itemsize
+        raw = bytes_at(self.address_of(rank), (nbytes,), (1,), device, self)
+        return view_as(raw, shape, dtype)
 
     def withdraw(self) -> None:
         """Leave the block out of :func:`memory_of`, because its memory is gone before it."""

@@ -7,6 +7,7 @@ import triton.language as tl
 from interlace.comm.runtime import context
 from interlace.language._instructions import asks_for_records
 from interlace.language.recording import BEGIN, NOBODY, append, rings_of_program
+from interlace.language.sizes import next_power_of_2
 
 _RANK = tl.constexpr(context.RANK)
 _WORLD_SIZE = tl.constexpr(context.WORLD_SIZE)
@@ -105,5 +106,5 @@ def other_ranks(this_rank, WORLD_SIZE: tl.constexpr):
     Returns:
         Two tiles of as many elements as the next power of 2: int32, counting from 0, and bool.
     """
-    lanes = tl.arange(0, triton.next_power_of_2(WORLD_SIZE))
+    lanes = tl.arange(0, next_power_of_2(WORLD_SIZE))
     return lanes, (lanes < WORLD_SIZE) & (lanes != this_rank)

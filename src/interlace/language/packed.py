@@ -16,6 +16,7 @@ from interlace.language.deadlines import HIGHEST_INT32, LATE, NO_RANK, after_loo
 from interlace.language.epochs import EPOCH_MASK
 from interlace.language.primitives import put
 from interlace.language.recording import SEVERAL, UNPACKED, WAIT, append
+from interlace.language.sizes import ceil_div
 from interlace.language.tree import add_to_tree
 
 _STAMP_MASK = tl.constexpr(0xFFFFFFFF)
@@ -190,7 +191,7 @@ def sum_words(
     # another thread. While words arrive, the copies differ, and threads that judge by their own
     # copy would take different branches. So copies get a dimension of their own: the sum that
     # decides is over all of them, and every thread has the same answer.
-    COPIES: tl.constexpr = triton.cdiv(num_threads(), ptr.shape[0] * ptr.shape[1])
+    COPIES: tl.constexpr = ceil_div(num_threads(), ptr.shape[0] * ptr.shape[1])
     copies = tl.arange(0, COPIES)[None, None, :]
     copy = tl.zeros([ptr.shape[0], ptr.shape[1], COPIES], tl.int32) + copies
     words = peer_pointer(ptr, rank(group), group)[:, :, None] + copy * 0

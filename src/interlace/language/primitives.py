@@ -21,6 +21,7 @@ from interlace.language.epochs import EPOCH_MASK, in_turn, unmarked
 from interlace.language.recording import (
     ARRIVED, STORES_AT_ONCE, WAIT, append_put, append_signal, append_wait,
 )
+from interlace.language.sizes import ceil_div, next_power_of_2
 
 _SCRATCH_ADDRESS = tl.constexpr(context.SCRATCH_ADDRESS)
 # A signal may be a call or two ahead of the rank that waits for it. Where epochs wrap, the next one
@@ -166,7 +167,7 @@ def wait(ptr, epoch, peer, slice, group, mask=None):
     # another thread, and while signals arrive the copies differ. Copies get a dimension of their
     # own: the sum over it decides, so that every thread has the same answer (packed.py does so,
     # too).
-    COPIES: tl.constexpr = triton.cdiv(num_threads(), ptr.shape[0])
+    COPIES: tl.constexpr = ceil_div(num_threads(), ptr.shape[0])
     copy = tl.zeros([ptr.shape[0], COPIES], tl.int32) + tl.arange(0, COPIES)[None, :]
     own = peer_pointer(ptr, rank(group), group)
     require_memory("wait", own, rank(group), mask, group)
@@ -254,7 +255,7 @@ def barrier(ptr, epoch, group, WORLD_SIZE: tl.constexpr):
     Returns:
         True once all ranks have come; False after the deadline (bool scalar, as :func:`wait`).
     """
-    peers = tl.arange(0, triton.next_power_of_2(WORLD_SIZE))
+    peers = tl.arange(0, next_power_of_2(WORLD_SIZE))
     me = rank(group)
     is_peer = (peers < WORLD_SIZE) & (peers != me)
     ptr = in_turn(ptr, epoch, WORLD_SIZE)

@@ -4,11 +4,12 @@ import triton
 import triton.language as tl
 
 from interlace.comm.runtime import context
+from interlace.units import next_power_of_2
 
 _LENGTH = tl.constexpr(context.LENGTH)
 _RINGS_ADDRESS = tl.constexpr(context.RINGS_ADDRESS)
 _RING_PROGRAMS = tl.constexpr(context.RING_PROGRAMS)
-_FIELDS = tl.constexpr(triton.next_power_of_2(context.RECORDING_LENGTH))
+_FIELDS = tl.constexpr(next_power_of_2(context.RECORDING_LENGTH))
 _RECORDING_LENGTH = tl.constexpr(context.RECORDING_LENGTH)
 _LANES = tl.constexpr(context.RING_LANES)
 _RING_BYTES = tl.constexpr(context.RING_BYTES)

@@ -9,6 +9,7 @@ import triton.language as tl
 
 import interlace.language as il
 from interlace.gemm.kernels.gemv import mask_of
+from interlace.language.sizes import next_power_of_2
 
 
 @triton.jit
@@ -43,7 +44,7 @@ def announce(calls, stamp, group, WORLD_SIZE: tl.constexpr):
 
     Words of two values carry the epoch without the call's mark; this word carries both.
     """
-    peers = tl.arange(0, triton.next_power_of_2(WORLD_SIZE))[None, :]
+    peers = tl.arange(0, next_power_of_2(WORLD_SIZE))[None, :]
     zeros = tl.zeros(peers.shape, tl.float32)
     words = calls + il.rank(group) + peers * 0
     il.put_packed(words, zeros, stamp, peers, group, peers < WORLD_SIZE)
@@ -55,7 +56,7 @@ def agree(calls, stamp, group, WORLD_SIZE: tl.constexpr):
 
     The words of :func:`announce` say so. It must follow this program's own puts, as it waits.
     """
-    peers = tl.arange(0, triton.next_power_of_2(WORLD_SIZE))[None, :]
+    peers = tl.arange(0, next_power_of_2(WORLD_SIZE))[None, :]
     words = il.get_packed(calls + peers, stamp, peers, 0, group, peers < WORLD_SIZE)
     # A word that did not arrive in time is NaN, and so is the sum then.
     return (tl.sum(tl.ravel(words)) == 0).to(tl.int32)

@@ -10,6 +10,7 @@ from interlace.gemm.kernels.reduction import Results, Slots, add_parts, send_and
 from interlace.gemm.kernels.tiles import (
     Matrices, add_bias, cells_of, multiply_tile, padded_stride, start_in_turn, tile_place,
 )
+from interlace.language.sizes import next_power_of_2
 from interlace.mapped.kernel import tile_at, tiles_of
 
 
@@ -175,7 +176,7 @@ def _await_pieces(
     Their signals are set by copies that follow the pieces on their streams. If one is late, a
     program's later tiles are NaN as well.
     """
-    lanes = tl.arange(0, PIECES * triton.next_power_of_2(WORLD_SIZE))
+    lanes = tl.arange(0, PIECES * next_power_of_2(WORLD_SIZE))
     sources, pieces = lanes // PIECES, lanes % PIECES
     awaited = (sources < WORLD_SIZE) & (sources != il.rank(group)) & (pieces < count)
     return il.wait(flags + HEADER + lanes, stamp, sources, tile, group, awaited).to(tl.int32)

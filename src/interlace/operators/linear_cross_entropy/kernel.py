@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 import interlace.language as il
+from interlace.language.sizes import next_power_of_2
 
 _NUMBERS = tl.constexpr(4)
 """Numbers that a rank tells of a row: the highest logit, the sum of exponentials, the target's
@@ -40,7 +41,7 @@ def losses_of_rows(
     ``ln 7`` and the loss ``ln 7/3``; the gradients are ``[1/7, -4/7]`` and ``[2/7, 1/7]``.
     """
     epoch, stamp, group, me = il.enter(epochs, ctx, call)
-    sources = tl.arange(0, triton.next_power_of_2(WORLD_SIZE))[:, None]
+    sources = tl.arange(0, next_power_of_2(WORLD_SIZE))[:, None]
     numbers = tl.arange(0, _NUMBERS)[None, :]
     slots = il.pointer(words, tl.int64) + (epoch & 1).to(tl.int64) * half + numbers
     for row in range(tl.program_id(0), rows, tl.num_programs(0)):

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 import interlace.language as il
+from interlace.language.sizes import next_power_of_2
 
 _LOWEST = tl.constexpr(-(1 << 63))
 
@@ -31,7 +32,7 @@ def choose_columns(
     """
     epoch, stamp, group, me = il.enter(epochs, ctx, call)
     PER_RANK: tl.constexpr = 2 * CANDIDATES
-    sources = tl.arange(0, triton.next_power_of_2(WORLD_SIZE))[:, None]
+    sources = tl.arange(0, next_power_of_2(WORLD_SIZE))[:, None]
     numbers = tl.arange(0, PER_RANK)[None, :]
     candidate = numbers // 2
     is_told = (sources < WORLD_SIZE) & (candidate < K)

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 import interlace.language as il
+from interlace.language.sizes import next_power_of_2
 
 
 @triton.jit(do_not_specialize=["rows", "rows_per_piece", "part_stride", "row_stride"])
@@ -41,7 +42,7 @@ def put_signal_sum(x, y, data, signals, epoch, ctx, WORLD_SIZE: tl.constexpr, SI
     for step in tl.static_range(WORLD_SIZE):
         peer = (me + 1 + step) % WORLD_SIZE
         il.put_signal(slots + me * SIZE, part, flags + me, epoch, peer, group)
-    peers = tl.arange(0, triton.next_power_of_2(WORLD_SIZE))
+    peers = tl.arange(0, next_power_of_2(WORLD_SIZE))
     arrived = il.wait(flags + peers, epoch, peers, 0, group, peers < WORLD_SIZE)
     total = tl.zeros([SIZE], tl.float32)
     for source in tl.static_range(WORLD_SIZE):

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 import interlace.language as il
+from interlace.language.sizes import next_power_of_2
 from interlace.operators.embedding_all_to_all.kernels.forward import cells_of, pool
 from interlace.operators.embedding_all_to_all.kernels.vectors import DONE, MAX_RANKS, samples_of
 
@@ -108,7 +109,7 @@ def embedding_all_to_all_between_nodes(
     OUT_BYTES: tl.constexpr = OUT.primitive_bitwidth // 8
     REMOTE: tl.constexpr = RANKS.remote
     LOCAL: tl.constexpr = RANKS.world_size - REMOTE
-    LANES: tl.constexpr = triton.next_power_of_2(RANKS.world_size)
+    LANES: tl.constexpr = next_power_of_2(RANKS.world_size)
     # Launches may have more programs than epochs have cells, which are all equal meanwhile.
     stamp = il.mark(tl.load(epochs, volatile=True), call)
     group = il.join(ctx)
@@ -207,7 +208,7 @@ def embedding_all_to_all_close(
     LOCAL: tl.constexpr = RANKS.world_size - REMOTE
     epoch, stamp, group, rank = il.enter(epochs, ctx, call)
     if LOCAL > 1:
-        LANES: tl.constexpr = triton.next_power_of_2(RANKS.world_size)
+        LANES: tl.constexpr = next_power_of_2(RANKS.world_size)
         peers, is_peer = _node(ranks, first_local, REMOTE, LOCAL, LANES)
         done = il.in_turn(il.pointer(signals, tl.int32) + DONE, epoch, MAX_RANKS)
         arrived = il.is_broken(group) == 0

@@ -9,6 +9,7 @@ import triton.language as tl
 
 import interlace.language as il
 from interlace.comm import MAX_PROGRAMS
+from interlace.language.sizes import next_power_of_2
 from interlace.operators.embedding_all_to_all.kernels.vectors import (
     COLUMN, HEADER, MAX_RANKS, MAX_TABLES, OWN_COLUMN, STATE, TABLE_WIDTH, TARGET,
     TARGET_STRIDE, samples_of, vectors_at,
@@ -73,7 +74,7 @@ def push_gradients(
     ALIGN: tl.constexpr = VECTORS.align
     rank, chunk, columns = gradients.rank, gradients.chunk, gradients.columns
     landing_columns = gradients.landing_columns
-    peers = tl.arange(0, triton.next_power_of_2(WORLD_SIZE))
+    peers = tl.arange(0, next_power_of_2(WORLD_SIZE))
     counts = tl.load(owners + 3 * peers, mask=peers < WORLD_SIZE, other=0)
     spans = owners + 3 * WORLD_SIZE
     line, column = tl.arange(0, ROWS), tl.arange(0, WIDTH)

@@ -8,6 +8,7 @@ import triton.language as tl
 import interlace.language as il
 from interlace.gemm.kernels.float8 import LARGEST_FLOAT8, clamp_to_float8, scales_of_blocks
 from interlace.gemm.kernels.tiles import SCALED
+from interlace.language.sizes import next_power_of_2
 
 
 class NormForm(NamedTuple):
@@ -202,7 +203,7 @@ def _over_sections(own, number, place, meeting, COMBINE: tl.constexpr, FORM: tl.
         # in the same order. Packed words carry the call's stamp, so they are not cleared between
         # calls.
         il.put_packed(line + place.section, own, meeting.stamp, me, meeting.group, exists)
-        part = tl.arange(0, triton.next_power_of_2(SECTIONS))[:, None]
+        part = tl.arange(0, next_power_of_2(SECTIONS))[:, None]
         mask = (part < SECTIONS) & exists
         numbers = il.get_packed(
             line + part, meeting.stamp, me + part * 0, meeting.slice, meeting.group, mask

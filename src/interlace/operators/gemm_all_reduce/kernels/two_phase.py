@@ -12,6 +12,7 @@ from interlace.gemm.kernels.gemv import (
 from interlace.gemm.kernels.words import (
     agree, announce, end_call, in_words, out_of_words, words_of,
 )
+from interlace.language.sizes import next_power_of_2
 
 
 class WordSlots(NamedTuple):
@@ -121,7 +122,7 @@ def _send_sum(
     tile, result, slots, group, WORLD_SIZE: tl.constexpr, OWNED: tl.constexpr, TILING: tl.constexpr
 ):
     """Add up the rows of a tile that this rank owns, and put the results at every peer."""
-    BLOCK_OWNED: tl.constexpr = triton.next_power_of_2(OWNED)
+    BLOCK_OWNED: tl.constexpr = next_power_of_2(OWNED)
     VALUES: tl.constexpr = TILING.word_values
     TREE: tl.constexpr = tl.dtype(TILING.node) if TILING.in_tree else None
     rank = il.rank(group)

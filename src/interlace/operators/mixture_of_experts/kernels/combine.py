@@ -5,6 +5,7 @@ import triton.language as tl
 
 import interlace.language as il
 from interlace.gemm.kernels.tiles import Scales, add_bias, start_in_turn
+from interlace.language.sizes import next_power_of_2
 from interlace.operators.mixture_of_experts.kernels.plan import (
     ARRIVALS, COUNTERS, DONE, FINISHED, HEADER, MAX_RANKS, ArrivalPlan, completeness, local_experts,
     pick, sources_of, way_back,
@@ -135,7 +136,7 @@ def sum_results(
     poison = tl.where(arrived & complete, 0.0, float("nan"))
     source = il.pointer(results, DTYPE)
     hidden = hidden_groups * ALIGN
-    slots = tl.arange(0, triton.next_power_of_2(TOP_K))
+    slots = tl.arange(0, next_power_of_2(TOP_K))
     for token in range(tl.program_id(0), tokens, tl.num_programs(0)):
         for start in range(0, hidden, COLS):
             column = start + tl.arange(0, COLS)

@@ -14,6 +14,7 @@ import triton.language as tl
 import interlace.language as il
 from interlace.gemm.kernels.float8 import quantise_rows, words_of_float8
 from interlace.gemm.kernels.tiles import SCALED, add_bias, add_product
+from interlace.language.sizes import next_power_of_2
 from interlace.operators.mixture_of_experts import layout
 from interlace.operators.mixture_of_experts.kernels.activation import activate
 from interlace.operators.mixture_of_experts.kernels.plan import MAX_RANKS, expert_of, pick
@@ -148,7 +149,7 @@ def gather_tokens(
         hidden = hidden_groups * SHARES.align
         rows = il.pointer(own_half + rows_at, DTYPE)
         pieces = (hidden + COLS - 1) // COLS
-        lanes = tl.arange(0, triton.next_power_of_2(TOP_K))
+        lanes = tl.arange(0, next_power_of_2(TOP_K))
         for task in range(pid, tokens * pieces, SENDING):
             token, column = task // pieces, task % pieces * COLS + tl.arange(0, COLS)
             chosen, _ = expert_of(experts + token * TOP_K, lanes, TOP_K, WORLD_SIZE * L)
@@ -176,12 +177,12 @@ def gather_tokens(
         # Each sending program signals for its own puts, so that no counter has to find the last of
         # them. It signals this rank, too: the programs that list rows read what other programs of
         # this launch have put.
-        everyone = tl.arange(0, triton.next_power_of_2(WORLD_SIZE))
+        everyone = tl.arange(0, next_power_of_2(WORLD_SIZE))
         own_signals = arrived + rank * SENDERS + pid + everyone * 0
         il.signal(own_signals, stamp, everyone, group, everyone < WORLD_SIZE)
     else:
         local = pid - SENDING
-        LANES: tl.constexpr = SENDING * triton.next_power_of_2(WORLD_SIZE)
+        LANES: tl.constexpr = SENDING * next_power_of_2(WORLD_SIZE)
         source, sender = tl.arange(0, LANES) // SENDING, tl.arange(0, LANES) % SENDING
         complete = il.wait(
             arrived + source * SENDERS + sender, stamp, source, 0, group, source < WORLD_SIZE
@@ -552,7 +553,7 @@ def decode_second_gemm(
     hidden = hidden_groups * SHARES.align
     flags = il.pointer(signals, tl.int32)
     done = il.in_turn(flags + DECODE_DONE, epoch, MAX_RANKS)
-    everyone = tl.arange(0, triton.next_power_of_2(WORLD_SIZE))
+    everyone = tl.arange(0, next_power_of_2(WORLD_SIZE))
     complete = tl.load(counts + L)
     returned = il.pointer(results, DTYPE)
     if pid < MULTIPLYING:

@@ -14,6 +14,7 @@ from interlace.gemm.kernels.float8 import (
     clamp_to_float8, quantise_rows, scales_of_blocks, words_of_float8,
 )
 from interlace.gemm.kernels.tiles import SCALED, Scales, add_bias
+from interlace.language.sizes import next_power_of_2
 from interlace.operators.mixture_of_experts.kernels.activation import activate
 from interlace.operators.mixture_of_experts.kernels.plan import (
     ARRIVALS, COUNTERS, HEADER, MAX_RANKS, RETURNS, ArrivalPlan, completeness, local_experts, pick,
@@ -240,7 +241,7 @@ def _await_rows(
     expert, plan, flags, stamp, rank, group, WORLD_SIZE: tl.constexpr, DESCRIPTORS: tl.constexpr
 ):
     """Wait for the rows of one of this rank's experts; return 0, or NaN if a source is missing."""
-    peers = tl.arange(0, triton.next_power_of_2(WORLD_SIZE))
+    peers = tl.arange(0, next_power_of_2(WORLD_SIZE))
     # Only sources that send rows to this expert signal.
     counts = plan.table + peers * plan.E + rank * plan.L + expert
     awaited = tl.load(counts, mask=peers < WORLD_SIZE, other=0) > 0
@@ -444,7 +445,7 @@ def dispatch_grouped_gemm_backward(
     if pid < PUSHING.programs:
         complete = completeness(plan, None, arrival_plan.E, WORLD_SIZE) > 0
         # Step 1. Two sets of grants take turns, as a peer may be one call ahead or behind.
-        peers = tl.arange(0, triton.next_power_of_2(WORLD_SIZE))
+        peers = tl.arange(0, next_power_of_2(WORLD_SIZE))
         is_peer = (peers < WORLD_SIZE) & (peers != rank)
         granting = il.in_turn(flags, epoch, MAX_RANKS)
         if pid == 0:

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 import interlace.language as il
+from interlace.language.sizes import next_power_of_2
 from interlace.operators.mixture_of_experts import layout
 
 ROWS = tl.constexpr(layout.ROWS)
@@ -157,7 +158,7 @@ def _exchange(
     """
     WORLD_SIZE: tl.constexpr = LANES.world_size
     L_LANES: tl.constexpr = LANES.local
-    R_LANES: tl.constexpr = triton.next_power_of_2(WORLD_SIZE)
+    R_LANES: tl.constexpr = next_power_of_2(WORLD_SIZE)
     E, L = plan.E, plan.L
     epoch, stamp, group, rank = il.enter(epochs, ctx, call)
     peers = tl.arange(0, R_LANES)

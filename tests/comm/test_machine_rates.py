@@ -235,6 +235,32 @@ def test_ranks_choose_by_one_profile_from_their_first_choice_on(
     assert set(measured[:2]) == ({0} if first == "on disk" else {1})
 
 
+def _asked_again(folder: str) -> list[int]:
+    """How often a profile was written as text, by how often a layer has asked."""
+    counts = []
+    properties = SimpleNamespace(multi_processor_count=100)
+    with (
+        mock.patch("torch.cuda.get_device_name", return_value=_GPU),
+        mock.patch("torch.cuda.get_device_properties", return_value=properties),
+        programs_store(folder),
+        mock.patch.object(common_profile, "text_of", wraps=common_profile.text_of) as written,
+    ):
+        try:
+            for _ in range(3):
+                choice.require_common_profile(torch.device("cuda", 0))
+                counts.append(written.call_count)
+        finally:
+            forget_profiles()
+    return counts
+
+
+def test_a_profile_is_settled_once(ranks: Any, tmp_path: Path) -> None:
+    """Plug-ins of engines ask in every call of a layer."""
+    for first, *others in ranks(2).run(_asked_again, str(tmp_path)):
+        assert first > 0
+        assert others == [first, first]
+
+
 def _incomplete(folder: str) -> tuple[float, bool]:
     """Join a group whose GPUs have had no memory for some of the products."""
     rates = dataclasses.replace(_rates(1e11), is_complete=False)

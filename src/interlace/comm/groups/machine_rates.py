@@ -74,7 +74,8 @@ def share_profile(members: Members, exchange: Exchange) -> None:
         known = next((text for name, text in answers if name == gpu and text), None)
         if known is not None:
             # Even if it is what this rank would guess: its peers measure nothing either.
-            adopt(settle_profile(members.device, parse_profile(known)))
+            settle_profile(members.device, parse_profile(known))
+            adopt(known_profile(members.device))
         elif not known_profile(members.device).is_guess:
             settle_profile(members.device)
     elif members.backend == "cuda" and members.name:
@@ -117,7 +118,8 @@ def measure_unknown(group: Group) -> None:
     profile = parse_profile(text)
     # What the program has compiled by the guess it must go on with.
     with group.channel.reaching_store(label):
-        adopt(settle_profile(group.device, profile))
+        settle_profile(group.device, profile)
+    adopt(known_profile(group.device))
     # What is missing in it another program may have memory to measure.
     _keep(profile if is_complete else None, group)
 

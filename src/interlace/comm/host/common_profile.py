@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,8 +24,10 @@ from interlace.costs.time import MachineProfile
 
 VARIABLE = "INTERLACE_MEASURE_MACHINE"
 
-_settled: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, str]] = weakref.WeakKeyDictionary()
-"""What this process knows to be settled, by the process group of all ranks."""
+_settled: weakref.WeakKeyDictionary[dist.ProcessGroup, set[tuple[str, torch.device]]] = (
+    weakref.WeakKeyDictionary()
+)
+"""What this process knows to be settled, of which GPU, by the process group of all ranks."""
 
 
 def is_asked_for() -> bool:
@@ -38,8 +41,8 @@ def known_profile(device: torch.device) -> MachineProfile:
     return profile_of(torch.cuda.get_device_name(device), processors)
 
 
-def settle_profile(device: torch.device, profile: MachineProfile | None = None) -> MachineProfile:
-    """Choose by one profile of a GPU with all ranks of the program from here on; return it.
+def settle_profile(device: torch.device, profile: MachineProfile | None = None) -> None:
+    """Choose by one profile of a GPU with all ranks of the program from here on.
 
     It is the one that the first of them has brought here. Without process groups it is this
     process's own.
@@ -51,12 +54,14 @@ def settle_profile(device: torch.device, profile: MachineProfile | None = None) 
     Raises:
         RuntimeError: The program's store cannot be reached.
     """
-    known = known_profile(device)
-    brought = text_of(known if profile is None else profile)
-    settled = _settle(f"profile of {torch.cuda.get_device_name(device)}", brought)
-    if settled is not None and settled != text_of(known):
-        adopt(parse_profile(settled))
-    return known_profile(device)
+
+    def settle(name: str) -> None:
+        known = known_profile(device)
+        settled = publish(name, text_of(known if profile is None else profile))
+        if settled != text_of(known):
+            adopt(parse_profile(settled))
+
+    _once("profile", device, settle)
 
 
 def settled_text(device: torch.device) -> str | None:
@@ -67,9 +72,8 @@ def settled_text(device: torch.device) -> str | None:
     return None if text == text_of(known_profile(device)) else text
 
 
-def settle_network(device: torch.device, network: NetworkRates | None = None) -> MachineProfile:
-    """Choose by one network between nodes with all ranks of the program from here on; return the
-    profile that has it.
+def settle_network(device: torch.device, network: NetworkRates | None = None) -> None:
+    """Choose by one network between nodes with all ranks of the program from here on.
 
     None may be settled, too: by a rank that has compiled a function before the network was
     measured, as a rank that compiles it later must decide alike.
@@ -81,14 +85,16 @@ def settle_network(device: torch.device, network: NetworkRates | None = None) ->
     Raises:
         RuntimeError: The program's store cannot be reached.
     """
-    profile = known_profile(device)
-    brought = _text_of_network(network or profile.network)
-    settled = _settle(f"network of {torch.cuda.get_device_name(device)}", brought)
-    if settled is not None and settled != _text_of_network(profile.network):
-        values = json.loads(settled)
-        found = None if values is None else parse_network(values)
-        adopt(dataclasses.replace(profile, network=found))
-    return known_profile(device)
+
+    def settle(name: str) -> None:
+        known = known_profile(device)
+        settled = publish(name, _text_of_network(network or known.network))
+        if settled != _text_of_network(known.network):
+            values = json.loads(settled)
+            found = None if values is None else parse_network(values)
+            adopt(dataclasses.replace(known, network=found))
+
+    _once("network", device, settle)
 
 
 def published(name: str) -> str | None:
@@ -110,16 +116,23 @@ def publish(name: str, text: str) -> str:
     return str(_programs_store().compare_set(name, "", text).decode())
 
 
-def _settle(name: str, brought: str) -> str | None:
-    """Return what is settled under a name where this process asks for the first time, else None."""
+def _once(kind: str, device: torch.device, settle: Callable[[str], None]) -> None:
+    """Settle what a GPU has, the first time that this process asks.
+
+    Plug-ins ask in every call of a layer, and to write a profile as text takes 40 ms.
+
+    Args:
+        kind: What is settled: ``"profile"`` or ``"network"``.
+        device: The GPU.
+        settle: Settles it, given the name under which ranks publish it.
+    """
     world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     if world is None:
-        return None
-    known = _settled.setdefault(world, {})
-    if name in known:
-        return None
-    known[name] = publish(name, brought)
-    return known[name]
+        return
+    known = _settled.setdefault(world, set())
+    if (kind, device) not in known:
+        settle(f"{kind} of {torch.cuda.get_device_name(device)}")
+        known.add((kind, device))
 
 
 def _text_of_network(network: NetworkRates | None) -> str:

@@ -146,6 +146,7 @@ CLIENTS = {
                 "under --enable-deterministic-inference"
             ),
             runs=(
+                VersionThatRan("0.5.17", "2 x H200: its engine, with torch 2.11"),
                 VersionThatRan("0.5.23", "CPU backend: its layer, groups and loader of plug-ins"),
             ),
             variable="INTERLACE_SGLANG",
@@ -221,7 +222,7 @@ CLIENTS = {
                 "error"
             ),
             runs=(
-                VersionThatRan("1.6.1", "CPU backend, with torch 2.11"),
+                VersionThatRan("1.6.1", "2 x H200 and the CPU backend: its DLRM, with torch 2.11"),
                 VersionThatRan("1.8.0", "CPU backend, with torch 2.13"),
                 VersionThatRan("1.9.2", "CPU backend, with torch 2.14.1"),
             ),

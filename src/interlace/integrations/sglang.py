@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from interlace.clients import CLIENTS, is_on
-from interlace.compile.choice import overload, usable_ranks
+from interlace.comm.groups.registration import entrance
+from interlace.compile.choice import usable_ranks
 from interlace.compile.findings import LeftAlone
 from interlace.counting import calls_of
 from interlace.gemm import invariance
@@ -220,7 +221,7 @@ def _reduced_product(layer: Any, x: torch.Tensor, group_name: str) -> torch.Tens
         )
         w_scale = layer.weight_scale_inv
     with torch.no_grad():
-        y: torch.Tensor = overload(operator.name)(
+        y: torch.Tensor = entrance(operator.name)(
             rows, weight, bias, x_scale, w_scale, x.dtype, group_name, "auto", ""
         )
     return y.view(*x.shape[:-1], columns)

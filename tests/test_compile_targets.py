@@ -966,7 +966,7 @@ def _mixture_of_experts_decoding():
         yield types | pointers, shared | constants | ({"bias": None} if along_k else {})
     constants |= {
         "DTYPE": tl.bfloat16,
-        "SHARES": constants["SHARES"]._replace(align=8, ffn_align=8),
+        "SHARES": constants["SHARES"]._replace(align=16, ffn_align=16),
         "TILES": DecodeTiling(Tiling(16, 128, 128, 1, False, w_along_k=True), 0, True, 8),
         "FORM": _swiglu(halves=True),
         "bias": None,

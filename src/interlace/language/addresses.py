@@ -90,9 +90,10 @@ def peer_pointer(ptr, peer, group):
         peer: int32 scalar, or a tile that broadcasts with ``ptr``.
         group: The value of :func:`join`.
     """
-    # All ranks' copies lie in one range of addresses, one constant stride apart.
-    stride = group[2] // (ptr.dtype.element_ty.primitive_bitwidth // 8)
-    return ptr + tl.multiple_of(stride, 16) * peer
+    # All ranks' copies lie in one range of addresses, one constant stride apart. That it is a
+    # multiple of 16 is said by arithmetic: a hint at a division by 1 would go with the division.
+    stride = group[2] // (16 * (ptr.dtype.element_ty.primitive_bitwidth // 8)) * 16
+    return ptr + stride * peer
 
 
 @triton.jit

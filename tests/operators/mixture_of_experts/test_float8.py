@@ -20,6 +20,8 @@ POINTERS = MixtureOfExpertsConfig(
     push_rows=8, sum_programs=2, stagger=0,
 )  # fmt: skip
 
+NARROW = dataclasses.replace(POINTERS, block_m=32, block_n=64)
+
 
 def _calls(world_size: int) -> list[Float8Call]:
     base = Float8Call(world_size)
@@ -30,6 +32,8 @@ def _calls(world_size: int) -> list[Float8Call]:
         {"ffn": 384, "hidden": 128, "local": 3, "routing": "few", "config": POINTERS},
         {"routing": "holes", "dtype": torch.float16, "tokens": 40, "config": POINTERS},
         {"routing": "holes", "impl": "decode", "hidden": 384, "tokens": 20},
+        {"impl": "decode", "ffn": 384, "tokens": 20, "config": NARROW},
+        {"impl": "decode", "ffn": 256, "config": dataclasses.replace(NARROW, block_n=32)},
         {"routing": "zeros"},
         {"routing": "zeros", "impl": "unfused"},
         {"tokens": 0},
@@ -114,7 +118,11 @@ def _tensors(**changes: Any) -> dict[str, Any]:
         ),
         (
             {"impl": "fused", "config": MixtureOfExpertsConfig(block_n=256, block_k=128)},
-            "config must have block_n and block_k = 128",
+            "config must have block_k = 128, block_n = 128",
+        ),
+        (
+            {"impl": "decode", "config": MixtureOfExpertsConfig(block_n=256, block_k=128)},
+            "config must have block_k = 128, block_n of at most 128",
         ),
     ],
 )  # fmt: skip

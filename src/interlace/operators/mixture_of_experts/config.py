@@ -18,9 +18,9 @@ OPERATOR = "mixture_of_experts"
 class MixtureOfExpertsConfig(Configuration):
     """One way to run the fused kernels. Every rank of a call must use the same one.
 
-    Of float8 weights, a tile of ``impl="fused"`` has 128 columns, and a step 128 elements, as many
-    as share a scale; where the first product becomes float8, a program computes twice as many lines
-    of gate and up one after another.
+    Of float8 weights, a step has 128 elements, as many as share a scale. A tile of ``impl="fused"``
+    has 128 columns, one of ``impl="decode"`` at most as many lines; where the first product becomes
+    float8, a program computes twice as many lines of gate and up one after another.
 
     In ``impl="decode"`` a tile's rows are those of weights: it has ``block_n`` of them and
     ``block_m`` tokens, loads by pointers, and neither groups tiles nor staggers programs.
@@ -66,12 +66,12 @@ class MixtureOfExpertsConfig(Configuration):
             ArgumentError: Tiles or steps are not of as many elements as share a scale.
         """
         is_decode = impl == "decode"
-        has_blocks = self.block_k == SCALE_BLOCK and (is_decode or self.block_n == SCALE_BLOCK)
-        if not has_blocks or self.tail:
-            names = "block_k" if is_decode else "block_n and block_k"
+        has_block = self.block_n <= SCALE_BLOCK if is_decode else self.block_n == SCALE_BLOCK
+        if self.block_k != SCALE_BLOCK or not has_block or self.tail:
+            columns = f"block_n {'of at most' if is_decode else '='} {SCALE_BLOCK}"
             raise ArgumentError(
-                f"{OPERATOR}: config must have {names} = {SCALE_BLOCK} and tail = 0 for float8 "
-                f"weights; got {self}."
+                f"{OPERATOR}: config must have block_k = {SCALE_BLOCK}, {columns} and tail = 0 for "
+                f"float8 weights; got {self}."
             )
 
 
@@ -110,10 +110,17 @@ def _decode_config(call: ExpertsCall) -> MixtureOfExpertsConfig:
             block_m=16, block_n=64, block_k=32, num_warps=4, push_programs=64
         )
     if call.is_float8:
+        # A step's sum is in registers beside the whole one: with 128 lines and more rows, two
+        # programs would have all registers of a processor.
+        is_narrow = most_rows <= 16
         return MixtureOfExpertsConfig(
-            block_m=16 if most_rows <= 16 else 32, block_n=128, block_k=SCALE_BLOCK, num_warps=4,
-            num_stages=3, push_programs=64,
-        )  # fmt: skip
+            block_m=16 if is_narrow else 32 if most_rows <= 32 else 64,
+            block_n=SCALE_BLOCK if is_narrow else SCALE_BLOCK // 2,
+            block_k=SCALE_BLOCK,
+            num_warps=4,
+            num_stages=3 if is_narrow else 4,
+            push_programs=64,
+        )
     if most_rows > 32:
         # Long pipelines of one program per processor are worth their ramp if K is long; else short
         # ones of three (decision 0022). There, a tail keeps all but a few experts at one tile.

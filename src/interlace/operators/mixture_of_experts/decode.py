@@ -162,7 +162,7 @@ def launches(call: LayerCall, y: torch.Tensor) -> list[Launch]:
     from interlace.gemm.kernels.tiles import Tiling
     from interlace.operators.mixture_of_experts.kernels import decode as kernels
 
-    config, device, itemsize = call.chosen[1], call.x.device, dtype.itemsize
+    config, device = call.chosen[1], call.x.device
     ranks, local, length = sizes.world_size, sizes.local, sizes.world_size * sizes.slots
     workspace, returned = _workspaces(call)
     results = returned.data.address
@@ -181,11 +181,11 @@ def launches(call: LayerCall, y: torch.Tensor) -> list[Launch]:
     x, experts = call.x.contiguous(), call.experts.contiguous()
     w_in, w_out, in_order, out_order, b_in, b_out = call.parameters.readable()
     in_scale, out_scale = call.weight_scales or (None, None)
-    align = alignment(itemsize, sizes.hidden)
-    ffn_align = alignment(itemsize, sizes.ffn)
+    weight_itemsize = call.w_in.dtype.itemsize
+    align = alignment(weight_itemsize, sizes.hidden)
+    ffn_align = alignment(weight_itemsize, sizes.ffn)
     pieces = sizes.tokens * ceil_div(sizes.hidden, columns(sizes.hidden))
     sending = senders(sizes.tokens, sizes.hidden, config)
-    weight_itemsize = w_in.dtype.itemsize
     programs = config.programs or (
         2 if is_cpu else resident_programs(config, weight_itemsize, device)
     )

@@ -362,6 +362,27 @@ def _line_in_memory(line, product):
 
 
 @triton.jit
+def _line_factors(product, column, block, LINES: tl.constexpr):
+    """Return the scales of ``LINES`` lines of a float8 weight, float32, in one block along K.
+
+    At most 128 lines of a tile are of one block, or, with gate before up, every other line is of
+    one of two: so one number or two are loaded, and none for each line.
+
+    Args:
+        column: The first line.
+        block: The number of the block along K.
+    """
+    own = product.scales + block
+    row_stride = product.inner // SCALED
+    first = tl.load(own + _line_in_memory(column, product) // SCALED * row_stride)
+    if product.half is None:
+        return tl.full([LINES], 1.0, tl.float32) * first
+    else:
+        second = tl.load(own + _line_in_memory(column + 1, product) // SCALED * row_stride)
+        return tl.where(tl.arange(0, LINES) % 2 == 0, first, second)
+
+
+@triton.jit
 def _multiply(
     rows, exists, tail_rows, tail_exists, product, column, TILES: tl.constexpr,
 ):
@@ -398,16 +419,15 @@ def _multiply(
         tail = tl.zeros([BLOCK_N, tail_rows.shape[0]], tl.float32)
     factors, row_factors = None, None
     if product.scales is not None:
-        line = _line_in_memory(tl.minimum(numbers, product.lines - 1), product)
-        line_scales = product.scales + line // SCALED * (inner // SCALED)
         row_scales = product.row_scales + rows * (inner // SCALED)
-        factors, row_factors = tl.load(line_scales), tl.load(row_scales, mask=exists, other=0.0)
+        factors = _line_factors(product, column, 0, BLOCK_N)
+        row_factors = tl.load(row_scales, mask=exists, other=0.0)
     for k in range(0, inner, BLOCK_K):
         step = k + tl.arange(0, BLOCK_K)[None, :]
         if product.scales is not None:
             # The next step's scales arrive during this step's product.
             block = tl.minimum(k + BLOCK_K, inner - BLOCK_K) // SCALED
-            next_factors = tl.load(line_scales + block)
+            next_factors = _line_factors(product, column, block, BLOCK_N)
             next_row_factors = tl.load(row_scales + block, mask=exists, other=0.0)
         if not W_ALONG_K:
             left = tl.load(

@@ -9,9 +9,11 @@ import torch
 import torch.distributed as dist
 
 from interlace.comm import Group
+from interlace.costs.known_profiles import cached_by_profiles
 from interlace.errors import ArgumentError
 from interlace.gemm import schema
 from interlace.gemm.call import GemmCall, RowPlan
+from interlace.gemm.choice import choose_product
 from interlace.gemm.epilogue import Norm, Normed
 from interlace.gemm.gradients import product_gradients, save_operands
 from interlace.gemm.implementations import network, two_levels
@@ -74,11 +76,7 @@ class GemmAllReduce(GemmOperator):
         """Return what ``impl="auto"`` runs: by predicted times, unless the table of the kernel for
         few rows has the very sizes.
         """
-        is_few = gemv.is_default(
-            call["rows"], call["dtype"], call.get("out_dtype"), call.get("w_along_k", True)
-        )
-        default = gemv.GEMV.name if is_few else self.implementations[0].name
-        return gemv.with_table(super().choose(**call, default=default), **call)
+        return _choose(**call)
 
     def invariant_choice(
         self,
@@ -112,6 +110,16 @@ class GemmAllReduce(GemmOperator):
         (grad,) = grads
         assert grad is not None
         return product_gradients(ctx, grad, is_replicated=True)
+
+
+@cached_by_profiles  # plug-ins of engines ask in every call of a layer
+def _choose(**call: Any) -> Choice[Any]:
+    is_few = gemv.is_default(
+        call["rows"], call["dtype"], call.get("out_dtype"), call.get("w_along_k", True)
+    )
+    default = gemv.GEMV.name if is_few else FUSED.name
+    choice = choose_product(GemmAllReduce.name, GemmAllReduceConfig, default=default, **call)
+    return gemv.with_table(choice, **call)
 
 
 OPERATOR = schema.define(GemmAllReduce.name)

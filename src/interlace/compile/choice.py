@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from pathlib import Path
 from typing import Any
@@ -39,9 +40,9 @@ def require_runnable(device: torch.device) -> None:
     them, put products of their own in the place of PyTorch's: a kernel for ``aten::mm``. Another
     product would break that promise.
     """
-    for name in _PRODUCTS:
+    for name, key in _keys_of_products(device.type):
         # The kernels that programs have registered in Python, as torch.library keeps them.
-        if f"aten/{name}/{device.type.upper()}" in torch.library._impls:
+        if key in torch.library._impls:
             raise LeftAlone(f"the program has a product of its own in the place of aten::{name}")
     if device.type not in ("cuda", "cpu"):
         raise LeftAlone(f"operators run on cuda and cpu; it is on {device.type}")
@@ -49,6 +50,12 @@ def require_runnable(device: torch.device) -> None:
         raise LeftAlone(
             "on the CPU operators need Triton's interpreter; TRITON_INTERPRET is not set"
         )
+
+
+@functools.cache
+def _keys_of_products(device_type: str) -> tuple[tuple[str, str], ...]:
+    """Return PyTorch's products, each with the key of a kernel that a program puts in its place."""
+    return tuple((name, f"aten/{name}/{device_type.upper()}") for name in _PRODUCTS)
 
 
 def require_common_profile(device: torch.device, nodes: int = 1) -> None:

@@ -53,7 +53,8 @@ class ExpertProduct(NamedTuple):
         bias: ``[L, lines]``, or None.
         target: Where the results go: the activations, or every rank's results.
         lines, inner: The sizes of an expert's weight.
-        half: Lines of gate before those of up; None if there is no up, or a line of each in turn.
+        half: Lines of gate before those of up, of which a tile has as many of each; None if there
+            is no up, or a line of each in turn.
         slots: The slots of a rank.
     """
 
@@ -339,13 +340,17 @@ def _store(product, acc, rows, column, group, DTYPE: tl.constexpr, FORM: tl.cons
     else:
         ffn = product.lines // FORM.gates
         if product.bias is not None:
-            numbers = column + tl.arange(0, LINES)
-            added = product.bias + _line_in_memory(numbers, product)
-            acc += tl.load(added, mask=numbers < product.lines, other=0.0).to(tl.float32)[None, :]
+            line, has_line = _lines(product, column, LINES)
+            added = tl.load(product.bias + line, mask=has_line, other=0.0)
+            acc += added.to(tl.float32)[None, :]
         if FORM.gates == 1:
             value = activate(acc, None, FORM)
         else:
-            gate, up = tl.split(tl.reshape(acc, [SIZE, LINES // 2, 2]))
+            if FORM.halves:
+                pairs = tl.permute(tl.reshape(acc, [SIZE, 2, LINES // 2]), [0, 2, 1])
+            else:
+                pairs = tl.reshape(acc, [SIZE, LINES // 2, 2])
+            gate, up = tl.split(pairs)
             value = activate(gate, up, FORM)
         columns = column // FORM.gates + tl.arange(0, LINES // FORM.gates)[None, :]
         pointers = product.target + rows.row.to(tl.int64)[:, None] * ffn + columns
@@ -353,20 +358,30 @@ def _store(product, acc, rows, column, group, DTYPE: tl.constexpr, FORM: tl.cons
 
 
 @triton.jit
-def _line_in_memory(line, product):
-    """Return where a line of gate and up in turn lies in memory."""
+def _lines(product, column, LINES: tl.constexpr):
+    """Return where the lines of a tile lie in memory, and which of them the weight has.
+
+    With gate before up, a tile has the gate's lines before those of up, too: neighbours in a tile
+    are neighbours in memory, which a thread loads at once where weights are along N.
+
+    Args:
+        column: The number of the tile's first line, of gate and up together.
+    """
+    number = tl.arange(0, LINES)
     if product.half is None:
-        return line
+        line = column + number
+        return line, line < product.lines
     else:
-        return line % 2 * product.half + line // 2
+        line = column // 2 + number % (LINES // 2)
+        return line + number // (LINES // 2) * product.half, line < product.half
 
 
 @triton.jit
 def _line_factors(product, column, block, LINES: tl.constexpr):
     """Return the scales of ``LINES`` lines of a float8 weight, float32, in one block along K.
 
-    At most 128 lines of a tile are of one block, or, with gate before up, every other line is of
-    one of two: so one number or two are loaded, and none for each line.
+    At most 128 lines of a tile are of one block, or gate's are of one and those of up of another:
+    so one number or two are loaded, and none for each line.
 
     Args:
         column: The first line.
@@ -374,12 +389,12 @@ def _line_factors(product, column, block, LINES: tl.constexpr):
     """
     own = product.scales + block
     row_stride = product.inner // SCALED
-    first = tl.load(own + _line_in_memory(column, product) // SCALED * row_stride)
     if product.half is None:
-        return tl.full([LINES], 1.0, tl.float32) * first
+        return tl.full([LINES], 1.0, tl.float32) * tl.load(own + column // SCALED * row_stride)
     else:
-        second = tl.load(own + _line_in_memory(column + 1, product) // SCALED * row_stride)
-        return tl.where(tl.arange(0, LINES) % 2 == 0, first, second)
+        of_gate = own + column // 2 // SCALED * row_stride
+        of_up = of_gate + product.half // SCALED * row_stride
+        return tl.where(tl.arange(0, LINES) < LINES // 2, tl.load(of_gate), tl.load(of_up))
 
 
 @triton.jit
@@ -405,15 +420,14 @@ def _multiply(
     W_ALONG_K: tl.constexpr = TILES.tiling.w_along_k
     EVEN: tl.constexpr = TILES.is_even
     inner = product.inner
-    numbers = column + tl.arange(0, BLOCK_N)
+    line, is_line = _lines(product, column, BLOCK_N)
     if W_ALONG_K:
-        # Lines beyond the last one are read as the last one; the store masks their results.
-        line = _line_in_memory(tl.minimum(numbers, product.lines - 1), product)
-        left_lines = product.weights + line.to(tl.int64)[:, None] * inner
+        # Lines that are not there are read as the first one; the store masks their results.
+        left_lines = product.weights + tl.where(is_line, line, 0).to(tl.int64)[:, None] * inner
     else:
-        # A thread loads neighbouring lines at once, so lines beyond the last one are masked.
-        has_line = (numbers < product.lines)[:, None]
-        left_lines = product.weights + _line_in_memory(numbers, product)[:, None]
+        # A thread loads neighbouring lines at once, so they are masked.
+        has_line = is_line[:, None]
+        left_lines = product.weights + line[:, None]
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     if tail_rows is not None:
         tail = tl.zeros([BLOCK_N, tail_rows.shape[0]], tl.float32)

@@ -557,9 +557,27 @@ MUTANTS = [
     ),
     Mutant(
         "interlace/gemm/dispatch.py",
-        "dataclasses.replace(call, group=absent, operands=absent, known=None, form=None)",
-        "dataclasses.replace(call, known=None, form=None)",
+        "            group=absent,\n            operands=absent,\n            known=None,",
+        "            known=None,",
         "gemm/test_forms.py::test_what_is_remembered_keeps_nothing_alive",
+    ),
+    Mutant(
+        "interlace/gemm/dispatch.py",
+        "None if call.epilogue is None else call.epilogue.with_tensors(),",
+        "call.epilogue,",
+        "gemm/test_forms.py::test_what_is_remembered_keeps_nothing_alive",
+    ),
+    Mutant(
+        "interlace/comm/host/common_profile.py",
+        "        known.add((kind, device))",
+        "        pass",
+        "comm/test_machine_rates.py::test_a_profile_is_settled_once",
+    ),
+    Mutant(
+        "interlace/operators/mixture_of_experts/kernels/decode.py",
+        "tl.where(tl.arange(0, LINES) < LINES // 2, tl.load(of_gate), tl.load(of_up))",
+        "tl.where(tl.arange(0, LINES) >= 0, tl.load(of_gate), tl.load(of_up))",
+        "operators/mixture_of_experts/test_float8.py::test_matches_float64",
     ),
     Mutant(
         "interlace/comm/replay/replays.py",
@@ -568,9 +586,9 @@ MUTANTS = [
         "comm/test_recall.py::test_what_comes_again_may_become_a_graph",
     ),
     Mutant(
-        "interlace/gemm/implementations/pushed.py",
-        "            if name not in tensors and name not in self._memory",
-        "            if name not in tensors",
+        "interlace/gemm/launch.py",
+        "            if name not in names and name not in self._memory",
+        "            if name not in names",
         "gemm/test_forms.py::test_what_is_remembered_keeps_nothing_alive",
     ),
     Mutant(

@@ -21,6 +21,7 @@ from interlace.comm.replay.replays import Replays
 from interlace.gemm import dispatch
 from interlace.gemm.operands import FLOAT8
 from interlace.gemm.scaled import block_scale_shapes
+from interlace.operators.gemm_all_reduce import normed
 
 ROWS, COLUMNS, INNER = 8, 16, 32
 
@@ -220,24 +221,35 @@ def test_what_a_form_tells_apart(ranks: Any) -> None:
         assert again == ["within the mode", "first", "forgotten", "first"]
 
 
-def _kept_alive() -> list[bool]:
-    """Whether x, and then the group and its memory, live on in what is remembered of a call."""
-    with _remembering() as (members, group):
+def _kept_alive(impl: str, with_norm: bool) -> list[bool]:
+    """Whether a call's tensors, and then the group and its memory, live on in what is remembered of
+    it.
+    """
+    with _remembering() as (members, group), pytest.MonkeyPatch.context() as patch:
         x, w, bias = _operands(0)
-        interlace.gemm_all_reduce(x, w, bias, impl="pushed", group=members)
+        options: dict[str, Any] = {}
+        if with_norm:
+            # On the CPU no call with a norm is looked for.
+            patch.setattr(normed, "_known_call", lambda *_: (("a form",), (0,)))
+            options = {"residual": torch.ones(ROWS, COLUMNS), "norm": "rms"}
+        interlace.gemm_all_reduce(x, w, bias, **options, impl=impl, group=members)
         kept = list(group.replays._alike.values())
-        of_x, of_group = weakref.ref(x), weakref.ref(group)
+        of_tensors = [weakref.ref(each) for each in (x, options.get("residual", x))]
+        of_group = weakref.ref(group)
         of_memory = [weakref.ref(each.epochs) for each in group.memory.workspaces.values()]
         assert kept
         assert of_memory
-        del x, w, bias
+        del x, w, bias, options
         gc.collect()
-        lives = [of_x() is not None]
+        lives = [any(each() is not None for each in of_tensors)]
     dist.destroy_process_group(members)
     del members, group
     gc.collect()
     return [*lives, of_group() is not None, any(each() is not None for each in of_memory)]
 
 
-def test_what_is_remembered_keeps_nothing_alive(ranks: Any) -> None:
-    assert ranks(2).run(_kept_alive) == [[False] * 3] * 2
+@pytest.mark.parametrize(
+    ("impl", "with_norm"), [("pushed", False), ("gemv", False), ("pushed", True), ("fused", True)]
+)
+def test_what_is_remembered_keeps_nothing_alive(ranks: Any, impl: str, with_norm: bool) -> None:
+    assert ranks(2).run(_kept_alive, impl, with_norm) == [[False] * 3] * 2

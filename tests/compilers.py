@@ -35,6 +35,10 @@ MOST_SPILLED_BYTES = 100
 spilled 168 took a third longer on two H100s (decision 0006).
 """
 
+ALIGNED = {"decode_first_gemm", "decode_second_gemm"}
+"""Kernels whose operands are at multiples of 16 bytes in every call. One that loads float8 byte by
+byte has lost a hint, and with it Triton's pipeline."""
+
 PATIENCE_S = 600.0
 """Seconds in which at least one case compiles, on any machine with any other jobs. How long all of
 them take says nothing: a busy machine needs half an hour, an idle one two minutes.
@@ -171,6 +175,8 @@ class Task:
             # Products whose matrix instructions ptxas serialises are right, and a quarter slower.
             assert "Compiling entry function" in log.getvalue()
             assert "serialized" not in log.getvalue()
+            if self.kernel.__name__ in ALIGNED:
+                assert not re.search(r"\bld\.global\S*\.[bu]8\b", compiled.asm["ptx"])
             if "maxnreg" in self.options:
                 # Who limits registers wants more programs on an SM, not loads and stores of what
                 # the registers no longer hold.

@@ -173,7 +173,7 @@ def _store_gradient(
         tl.store(line + places, gradient.to(line.dtype.element_ty), mask=places < stride)
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit
 def multiply_unless_one(values, factor, count, BLOCK: tl.constexpr):
     """Multiply ``count`` values in place by ``factor[0]``; where that is 1, move nothing."""
     by = tl.load(factor).to(tl.float32)

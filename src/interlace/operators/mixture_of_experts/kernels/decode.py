@@ -502,6 +502,7 @@ def quantise_active(
     """
     lanes = tl.arange(0, LOCAL_LANES)
     total = tl.sum(tl.load(counts + lanes, mask=lanes < L, other=0))
+    ffn = il.multiple_of(ffn, SCALED)
     pieces = (ffn + COLS - 1) // COLS
     for task in range(tl.program_id(0), total * pieces, tl.num_programs(0)):
         first = ffn.to(tl.int64) * (task // pieces)

@@ -574,6 +574,12 @@ MUTANTS = [
         "comm/test_machine_rates.py::test_a_profile_is_settled_once",
     ),
     Mutant(
+        "interlace/operators/mixture_of_experts/kernels/tiles.py",
+        "up_scale = gate_scale + width // SCALED * blocks",
+        "up_scale = gate_scale",
+        "operators/mixture_of_experts/test_tiles.py",
+    ),
+    Mutant(
         "interlace/operators/mixture_of_experts/kernels/decode.py",
         "tl.where(tl.arange(0, LINES) < LINES // 2, tl.load(of_gate), tl.load(of_up))",
         "tl.where(tl.arange(0, LINES) >= 0, tl.load(of_gate), tl.load(of_up))",

@@ -902,7 +902,7 @@ def _mixture_of_float8_experts(shared):
 
     from interlace.gemm.kernels.tiles import Tiling
 
-    lines = "128" if shared["kernel"] == "grouped_gemm_combine" else "64"
+    lines = "128" if shared["kernel"] == "grouped_gemm_combine" else "2, 64"
     constants = {name: value for name, value in shared.items() if name != "kernel"}
     constants |= {
         "PUSHING": shared["PUSHING"]._replace(quantises=True),

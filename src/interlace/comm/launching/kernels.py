@@ -359,7 +359,7 @@ def describe_memory(
     device: torch.device,
     dtype: torch.dtype,
     sizes: tuple[tuple[int, int], ...],
-    block: tuple[int, int],
+    block: tuple[int, ...],
 ) -> Any:
     """Return a tensor descriptor of memory, which the caller keeps alive.
 
@@ -368,10 +368,11 @@ def describe_memory(
         device: Device whose kernels use the descriptor.
         dtype: Element type.
         sizes: Size and stride, in elements, of each dimension.
-        block: Rows and columns of a tile, in the last two dimensions.
+        block: The sizes of a tile in the last dimensions; it has one element of those before.
     """
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     base = view_as(bytes_at(address, (16,), (1,), device, None), (16 // dtype.itemsize,), dtype)
     shape, strides = zip(*sizes, strict=True)
-    return TensorDescriptor(base, list(shape), list(strides), [1] * (len(shape) - 2) + list(block))
+    before = [1] * (len(shape) - len(block))
+    return TensorDescriptor(base, list(shape), list(strides), before + list(block))

@@ -207,9 +207,16 @@ class Steps:
         """Describe the experts' weights: ``[columns, inner]`` each if ``along_k``, or else
         ``[inner, columns]``.
 
-        With ``halves``, a tile of gates and one of ups are loaded, each with half of the columns.
+        With ``halves``, a tile of gates and one of ups are loaded, each with half of the columns:
+        of float8 at once.
         """
         block_n, block_k = self.config.block_n // (2 if halves else 1), self.config.block_k
+        if halves and self.tiles and self.call.is_float8:
+            width = columns // 2
+            sizes = (2 * self.sizes.local, width * inner), (width, inner), (inner, 1)
+            block = 2, block_n, block_k
+            device, dtype = self.group.device, self.operand_dtype
+            return describe_memory(weight.data_ptr(), device, dtype, sizes, block)
         if along_k:
             return self.operand(weight, inner, (block_n, block_k))
         return self.operand(weight, columns, (block_k, block_n))

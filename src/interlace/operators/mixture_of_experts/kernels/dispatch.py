@@ -20,7 +20,7 @@ from interlace.operators.mixture_of_experts.kernels.plan import (
     ARRIVALS, COUNTERS, HEADER, MAX_RANKS, RETURNS, ArrivalPlan, completeness, local_experts, pick,
 )
 from interlace.operators.mixture_of_experts.kernels.tiles import (
-    as_operand, multiply, multiply_halves, store_rows, tile_of,
+    as_operand, multiply, multiply_gate_and_up, multiply_halves, store_rows, tile_of,
 )
 
 
@@ -328,11 +328,17 @@ def _half_block(
     FORM: tl.constexpr,
 ):
     """Return the activation of 64 columns of gate and up, float32, rounded to ``DTYPE``."""
-    column = n * SCALED + half * (SCALED // 2)
-    gate, up = multiply_halves(
-        product.a, product.b, row, end, expert, column, product.columns // 2, product.hidden,
-        TILING, product.scales,
-    )
+    column, width = n * SCALED + half * (SCALED // 2), product.columns // 2
+    if TILING.descriptors:
+        gate, up = multiply_gate_and_up(
+            product.a, product.b, row, end, expert, column, width, product.hidden, TILING,
+            product.scales,
+        )
+    else:
+        gate, up = multiply_halves(
+            product.a, product.b, row, end, expert, column, width, product.hidden, TILING,
+            product.scales,
+        )
     return activate(poison + gate, poison + up, FORM).to(DTYPE).to(tl.float32)
 
 

@@ -4,7 +4,9 @@ import triton
 import triton.language as tl
 
 import interlace.language as il
-from interlace.gemm.kernels.tiles import Matrices, add_step, multiply_tile_of, tile_place
+from interlace.gemm.kernels.tiles import (
+    SCALED, Matrices, add_product, add_step, multiply_tile_of, tile_place,
+)  # fmt: skip
 from interlace.operators.mixture_of_experts.kernels.plan import pick
 
 
@@ -109,6 +111,37 @@ def multiply_halves(
                 up, left, of_up, scales, row, first + width, end, all_lines, inner, k, TILING
             )
     return gate, up
+
+
+@triton.jit
+def multiply_gate_and_up(
+    x, w, row, end, expert, column, width, inner, TILING: tl.constexpr, scales
+):
+    """Return what :func:`multiply_halves` does, of float8 operands that are descriptors.
+
+    What a step adds leaves the matrix unit to be scaled, and two products of half the columns would
+    do that one after the other. So the descriptor ``w [2 * experts, width, inner]`` loads columns
+    of both halves, which are multiplied at once.
+    """
+    BLOCK_M: tl.constexpr = TILING.block_m
+    COLUMNS: tl.constexpr = TILING.block_n // 2
+    BLOCK_K: tl.constexpr = TILING.block_k
+    blocks, m = inner // SCALED, row + tl.arange(0, BLOCK_M)
+    x_scale = scales.x_scale + m * blocks
+    gate_scale = scales.w_scale + (expert * 2 * width + column) // SCALED * blocks
+    up_scale = gate_scale + width // SCALED * blocks
+    is_gate = tl.arange(0, 2 * COLUMNS) < COLUMNS
+    both = tl.zeros([BLOCK_M, 2 * COLUMNS], tl.float32)
+    for k in range(0, inner, BLOCK_K):
+        left = x.load([row, k])
+        right = tl.reshape(w.load([2 * expert, column, k]), [2 * COLUMNS, BLOCK_K])
+        # Scales arrive during the product.
+        block = k // SCALED
+        of_rows = tl.load(x_scale + block, mask=m < end, other=0.0)
+        of_columns = tl.where(is_gate, tl.load(gate_scale + block), tl.load(up_scale + block))
+        part = add_product(tl.zeros_like(both), left, right.T)
+        both += part * (of_rows[:, None] * of_columns[None, :])
+    return tl.split(tl.permute(tl.reshape(both, [BLOCK_M, 2, COLUMNS]), [0, 2, 1]))
 
 
 @triton.jit

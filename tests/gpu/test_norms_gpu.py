@@ -98,9 +98,13 @@ def test_products_of_float8(ranks: Any) -> None:
         assert [each for each in results if not each[2] < 2e-2] == []
 
 
-def _many_rows(inner: int) -> list[tuple[int, float, bool]]:
+def _many_rows(inner: int, scales_of: str) -> list[tuple[int, float, bool]]:
     """Calls of a server: other rows and other memory in each, one weight for each layer. The first
     one has most rows, as memory that grows makes ranks forget.
+
+    Args:
+        inner: K.
+        scales_of: What has a scale in float8: ``"rows"`` or ``"blocks"``; empty for bfloat16.
     """
     group = interlace.group_of()
     found: list[bool] = []
@@ -122,8 +126,11 @@ def _many_rows(inner: int) -> list[tuple[int, float, bool]]:
                 x = torch.randn(rows, inner, generator=own).bfloat16().cuda()
                 residual = torch.randn(rows, columns, generator=shared).bfloat16().cuda()
                 found.clear()
-                y, h, _ = interlace.gemm_all_reduce(x, w, residual=residual, norm="rms", eps=1e-6)
-                total = x.float() @ w.float().T
+                operands = _scaled(x, w, scales_of)
+                y, h, _ = interlace.gemm_all_reduce(
+                    **operands, residual=residual, norm="rms", eps=1e-6
+                )
+                total = _product(**operands)
                 dist.all_reduce(total)
                 exact = (total + residual.float()).bfloat16().float()
                 normed = exact * exact.square().mean(-1, keepdim=True).add(1e-6).rsqrt()
@@ -135,9 +142,34 @@ def _many_rows(inner: int) -> list[tuple[int, float, bool]]:
     return results
 
 
-def test_many_rows_of_one_form(ranks: Any) -> None:
+def _scaled(x: torch.Tensor, w: torch.Tensor, scales_of: str) -> dict[str, torch.Tensor]:
+    """x and w, in float8 with scales around 1 if these are of something."""
+    if not scales_of:
+        return {"x": x, "w": w}
+    x, w = x.to(FLOAT8), w.to(FLOAT8)
+    shapes = ((len(x), 1), (1, len(w))) if scales_of == "rows" else block_scale_shapes(x, w)
+    x_scale, w_scale = (torch.rand(shape, device="cuda") + 0.5 for shape in shapes)
+    return {"x": x, "w": w, "x_scale": x_scale, "w_scale": w_scale}
+
+
+def _product(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    x_scale: torch.Tensor | None = None,
+    w_scale: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The product in float32."""
+    if x_scale is None or w_scale is None:
+        return x.float() @ w.float().T
+    if x_scale.shape[1] == 1:
+        x_scale, w_scale = x_scale[:, 0], w_scale[0]
+    return dequantised(x, x_scale, 1) @ dequantised(w, w_scale, 128).T
+
+
+@pytest.mark.parametrize("scales_of", ["", "rows", "blocks"])
+def test_many_rows_of_one_form(ranks: Any, scales_of: str) -> None:
     """Every call but the first is found by its form, whatever its rows and addresses are."""
-    for results in ranks(2).run(_many_rows, 256):
+    for results in ranks(2).run(_many_rows, 256, scales_of):
         assert [(rows, error) for rows, error, _ in results if not error < 2e-2] == []
         assert [is_found for _, _, is_found in results] == [False] + [True] * (len(results) - 1)
 

@@ -229,8 +229,7 @@ def _known_call(
     is_many = rows > MOST_NORMED_ROWS
     if residual is not None and residual.shape != (rows, columns):
         return None
-    # Scales of rows go with their number.
-    if is_many and x_scale is not None:
+    if is_many and not _is_of_any_rows(x_scale, rows):
         return None
     key: list[Hashable] = [
         _NAME, None if is_many else rows, impl, norm, eps, out_dtype, block_scales, x.shape[1],
@@ -241,7 +240,9 @@ def _known_call(
     if not is_many:
         key += (address % 16 for address in addresses)
     if x_scale is not None and w_scale is not None:
-        key += (x_scale.shape, x_scale.stride(), w_scale.shape)
+        # Rows of several scales have any strides, between which products of many rows do not tell.
+        place = x_scale.shape[1:] if is_many else (x_scale.shape, x_scale.stride())
+        key += (place, x_scale.numel() == 1, w_scale.shape)
     for tensor in (bias, residual, norm_weight, norm_bias, scale, w_scale):
         if tensor is None:
             key.append(None)
@@ -257,6 +258,13 @@ def _known_call(
         key += (x_scale.dtype, x_scale.get_device(), x_scale.data_ptr() % 16)
         addresses.append(x_scale.data_ptr())
     return tuple(key), None if is_many else tuple(addresses)
+
+
+def _is_of_any_rows(x_scale: torch.Tensor | None, rows: int) -> bool:
+    """Return whether what scales x is known from the number of its rows: one number, or one row of
+    numbers for each.
+    """
+    return x_scale is None or x_scale.numel() == 1 or x_scale.shape[0] == rows
 
 
 def _recalled(
@@ -278,12 +286,13 @@ def _recalled(
         return None
     tensors = [arguments[index] for index in _TENSORS]
     form, addresses = known
-    results: _Results | None
-    if addresses is None:
-        results = group.recall_form(form, None, x, w, bias, *tensors)
-    else:
-        *_, x_scale, w_scale, _, _, _ = arguments
-        results = group.recall_known(known, x, w, bias, x_scale, w_scale, *tensors)
+    *_, x_scale, w_scale, _, _, _ = arguments
+    operands = x, w, bias, x_scale, w_scale, *tensors
+    results: _Results | None = (
+        group.recall_form(form, None, *operands)
+        if addresses is None
+        else group.recall_known(known, *operands)
+    )
     return results
 
 

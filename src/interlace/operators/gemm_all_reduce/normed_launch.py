@@ -31,9 +31,9 @@ from interlace.gemm.launch import (
     lamport_reservation,
     row_stride,
 )
-from interlace.gemm.operands import RowPart, Weight
+from interlace.gemm.operands import Operands, RowPart, Weight
 from interlace.gemm.operator import GemmOperator
-from interlace.gemm.products import multiply_by_faster
+from interlace.gemm.products import multiply_by_faster, multiply_into
 from interlace.gemm.scaled import SCALE_BLOCK
 from interlace.operators.gemm_all_reduce.config import (
     MOST_FUSED_ROWS,
@@ -231,8 +231,8 @@ def run_pushed(call: GemmCall) -> DeferredCall:
         return enqueue
 
     def again() -> AgainCall | None:
-        # Products of float8, and batch-invariant ones, may need copies of operands.
-        if call.is_batch_invariant or operands.x_scale is not None:
+        # Batch-invariant products may need copies of operands, as those of float8 have had them.
+        if call.is_batch_invariant or call is not given:
             return None
         if is_pushed(rows, columns, dtype, call.group.world_size):
             return _again_of_any_rows(call, kernels[-1])
@@ -259,7 +259,7 @@ def is_pushed(rows: int, columns: int, dtype: torch.dtype, world_size: int) -> b
 
 def _again_of_any_rows(call: GemmCall, kernel: KernelOfWords) -> AgainCall | None:
     """Return what makes calls of many rows again, whatever their number, past validation, decision
-    and preparation. Their product is always cuBLAS's.
+    and preparation. Their product is cuBLAS's, but for rows of float8 that it does not take.
     """
     operands, epilogue, family = call.operands, call.known_epilogue, call.family
     columns, dtype, ranks = operands.columns, operands.out_dtype, call.group.world_size
@@ -278,6 +278,9 @@ def _again_of_any_rows(call: GemmCall, kernel: KernelOfWords) -> AgainCall | Non
         _: Hashable,
         x: torch.Tensor,
         w: torch.Tensor,
+        bias: torch.Tensor | None,
+        x_scale: torch.Tensor | None,
+        w_scale: torch.Tensor | None,
         *vectors: torch.Tensor | None,
     ) -> Normed | None:
         rows = x.shape[0]
@@ -296,11 +299,15 @@ def _again_of_any_rows(call: GemmCall, kernel: KernelOfWords) -> AgainCall | Non
         results, mark = Normed(y, total, scales), family.mark(rows)
         arguments = (
             _pushed_memory(group, name, rows, columns, dtype, mark)
-            | _norm_arguments(results, eps, *vectors)
+            | _norm_arguments(results, eps, bias, *vectors)
             | {"part": product, "N": columns, "B": rows}
         )
         with group.running():
-            torch.mm(x, w.t(), out=product)
+            if x_scale is None:
+                torch.mm(x, w.t(), out=product)
+            else:
+                operands = Operands(x, w, None, x_scale, w_scale, dtype)
+                multiply_into(product, operands.all_rows(), operands.weight(), None)
             relaunch(_pushing_programs(product, group), arguments)
         return results
 

@@ -20,7 +20,7 @@ import interlace
 from benchmarks.batch_invariance import table
 from interlace.gemm import few_rows, invariance
 from interlace.gemm.invariance import effective_impl, invariant_implementations
-from interlace.gemm.operator import GemmOperator
+from interlace.gemm.operator import GemmOperator, product_operator
 from interlace.nn import RowParallelLinear
 from interlace.registry import BATCH_INVARIANT, operators
 from interlace.tuning.choice import Choice
@@ -96,7 +96,8 @@ def _handed_over(name: str, dtype: torch.dtype) -> tuple[list[str], int]:
     """As :func:`_differing`, on a device with one arithmetic: up to 3 rows run by the GEMV's kernel
     where there is one, up to 17 by the product of few rows; and how often that has run.
     """
-    free_choice, multiply, products = GemmOperator.choose, few_rows.multiply, []
+    operator = type(product_operator(name))
+    free_choice, multiply, products = operator.choose, few_rows.multiply, []
 
     def choose(declaration: GemmOperator, *, rows: int, **call: Any) -> Choice[Any]:
         order = ["gemv"] * (rows <= 3) + ["pushed"] * (rows <= 17) + ["fused"]
@@ -109,7 +110,7 @@ def _handed_over(name: str, dtype: torch.dtype) -> tuple[list[str], int]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(invariance, "has_one_arithmetic", lambda *_: True)
-        patch.setattr(GemmOperator, "choose", choose)
+        patch.setattr(operator, "choose", choose)
         patch.setattr(few_rows, "multiply", counted)
         interlace.group_of().release()  # what was decided without
         wrong = _differing(name, dtype)

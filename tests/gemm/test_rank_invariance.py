@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import interlace
 from interlace.gemm import invariance
-from interlace.gemm.operator import GemmOperator
+from interlace.gemm.operator import GemmOperator, product_operator
 from interlace.nn import ColumnParallelLinear, RowParallelLinear
 from interlace.registry import BATCH_INVARIANT, operators
 from interlace.tuning.choice import Choice
@@ -91,18 +91,22 @@ def _batches(dtype: torch.dtype, takes_turns: bool) -> dict[tuple[str, int], tor
     one of them has all batches.
     """
     x, w, bias, residual = _shards(dtype)
-    free_choice = GemmOperator.choose
 
-    def choose(declaration: GemmOperator, *, rows: int, **call: Any) -> Choice[Any]:
-        choice = free_choice(declaration, rows=rows, **call)
-        order = [_in_turn(rows), "pushed", "fused"]
-        return dataclasses.replace(choice, impl=order[0], times_us=dict.fromkeys(order, 1.0))
+    def in_turn(free_choice: Callable[..., Choice[Any]]) -> Callable[..., Choice[Any]]:
+        def choose(declaration: GemmOperator, *, rows: int, **call: Any) -> Choice[Any]:
+            choice = free_choice(declaration, rows=rows, **call)
+            order = [_in_turn(rows), "pushed", "fused"]
+            return dataclasses.replace(choice, impl=order[0], times_us=dict.fromkeys(order, 1.0))
+
+        return choose
 
     interlace.group_of().release()  # what was decided otherwise
     with pytest.MonkeyPatch.context() as patch, interlace.batch_invariant(ranks=LEAVES):
         if takes_turns:
             patch.setattr(invariance, "has_one_arithmetic", lambda *_: True)
-            patch.setattr(GemmOperator, "choose", choose)
+            for name in ("gemm_all_reduce", "gemm_reduce_scatter"):
+                operator = type(product_operator(name))
+                patch.setattr(operator, "choose", in_turn(operator.choose))
         found = {
             (name, rows): bits(run(x[:rows].contiguous(), w, bias, residual[:rows]))
             for name, run in SUMS.items()

@@ -51,3 +51,25 @@ def test_descriptions_of_arguments_begin_with_a_capital_letter() -> None:
                 for section in _SECTION.finditer(text):
                     small = set(_DESCRIPTION.findall(section[1])) - _NAMES
                     assert not small, f"{file.relative_to(ROOT)}: {small}"
+
+
+def test_kernels_name_no_function_of_tritons_module() -> None:
+    """Programs replace some: with SGLang's ``triton.next_power_of_2`` no kernel compiles."""
+    kernels, found = 0, []
+    for file in sorted((ROOT / "src").rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if not isinstance(node, ast.FunctionDef):
+                continue
+            if not any("triton.jit" in ast.unparse(each) for each in node.decorator_list):
+                continue
+            kernels += 1
+            found += [
+                f"{file.relative_to(ROOT)}: {ast.unparse(each)}"
+                for statement in node.body
+                for each in ast.walk(statement)
+                if isinstance(each, ast.Attribute)
+                and isinstance(each.value, ast.Name)
+                and each.value.id == "triton"
+            ]
+    assert kernels > 100
+    assert found == []

@@ -37,6 +37,9 @@ _COLUMNS = 1024
 _MOST_RESIDENT = 4
 """Programs of the products per processor: while one begins a tile, the others read weights."""
 
+_FEW_SUMS = 2048
+"""Sums of a tile of float8 with which three programs have registers on a processor, and not two."""
+
 _OTHER_SHARED_BYTES = 2048
 """Shared memory of such a program beside its operands, about."""
 
@@ -132,7 +135,7 @@ def _stages(config: MixtureOfExpertsConfig, itemsize: int, device: torch.device)
 
 @functools.cache
 def resident_programs(config: MixtureOfExpertsConfig, itemsize: int, device: torch.device) -> int:
-    """Return how many programs of the products a GPU has shared memory for at once.
+    """Return how many programs of the products a GPU has shared memory and registers for at once.
 
     More of them would begin when the others have done their share of the tiles.
 
@@ -144,7 +147,11 @@ def resident_programs(config: MixtureOfExpertsConfig, itemsize: int, device: tor
     operands = _stages(config, itemsize, device) * _stage_bytes(config, itemsize)
     shared = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
     resident = shared // (operands + _OTHER_SHARED_BYTES)
-    return max(1, min(_MOST_RESIDENT, resident)) * processors(device)
+    most = _MOST_RESIDENT
+    if itemsize == 1:
+        # What a step adds is in registers beside the sum: 138 to 160 of a thread, or 207 to 248.
+        most = 3 if config.block_m * config.block_n <= _FEW_SUMS else 2
+    return max(1, min(most, resident)) * processors(device)
 
 
 def launches(call: LayerCall, y: torch.Tensor) -> list[Launch]:

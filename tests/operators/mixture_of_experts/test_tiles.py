@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
+from interlace import MixtureOfExpertsConfig
 from interlace.gemm.operands import FLOAT8
 from interlace.gemm.scaled import dequantised
+from interlace.operators.mixture_of_experts import decode
 
 
 def _gate_and_up() -> list[float]:
@@ -47,3 +51,34 @@ def _gate_and_up() -> list[float]:
 def test_gate_and_up_at_once(ranks: Any) -> None:
     (errors,) = ranks(1).run(_gate_and_up)
     assert all(error < 1e-5 for error in errors), errors
+
+
+@pytest.mark.parametrize(
+    ("tile", "stages", "itemsize", "along_k", "programs"),
+    [
+        ((16, 64, 128), 3, 2, True, 3),
+        ((64, 128, 64), 3, 2, True, 3),
+        ((64, 128, 64), 3, 2, False, 2),
+        ((16, 128, 128), 3, 1, True, 3),
+        ((32, 64, 128), 4, 1, True, 3),
+        ((64, 64, 128), 4, 1, True, 2),
+        ((64, 128, 128), 8, 2, True, 1),
+    ],
+)
+def test_programs_that_a_processor_holds(
+    monkeypatch: pytest.MonkeyPatch,
+    tile: tuple[int, int, int],
+    stages: int,
+    itemsize: int,
+    along_k: bool,
+    programs: int,
+) -> None:
+    """By shared memory, and by the registers that compiled kernels have (``decode``)."""
+    properties = SimpleNamespace(shared_memory_per_multiprocessor=228 << 10)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    monkeypatch.setattr(decode, "processors", lambda _: 132)
+    monkeypatch.setattr(decode, "_stages", lambda config, *_: config.num_stages)
+    config = MixtureOfExpertsConfig(*tile, num_warps=4, num_stages=stages)
+    count = decode.resident_programs.__wrapped__
+    found = count(config, itemsize, torch.device("cuda"), along_k=along_k)
+    assert found == programs * 132

@@ -40,6 +40,9 @@ _MOST_RESIDENT = 4
 _FEW_SUMS = 2048
 """Sums of a tile of float8 with which three programs have registers on a processor, and not two."""
 
+_FEW_SUMS_ALONG_N = 4096
+"""The same of weights of other dtypes along N."""
+
 _OTHER_SHARED_BYTES = 2048
 """Shared memory of such a program beside its operands, about."""
 
@@ -134,7 +137,9 @@ def _stages(config: MixtureOfExpertsConfig, itemsize: int, device: torch.device)
 
 
 @functools.cache
-def resident_programs(config: MixtureOfExpertsConfig, itemsize: int, device: torch.device) -> int:
+def resident_programs(
+    config: MixtureOfExpertsConfig, itemsize: int, device: torch.device, *, along_k: bool = True
+) -> int:
     """Return how many programs of the products a GPU has shared memory and registers for at once.
 
     More of them would begin when the others have done their share of the tiles.
@@ -143,14 +148,18 @@ def resident_programs(config: MixtureOfExpertsConfig, itemsize: int, device: tor
         config: The configuration.
         itemsize: Bytes of an element of the weights.
         device: The GPU.
+        along_k: Whether the weights lie along K in memory.
     """
     operands = _stages(config, itemsize, device) * _stage_bytes(config, itemsize)
     shared = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
     resident = shared // (operands + _OTHER_SHARED_BYTES)
-    most = _MOST_RESIDENT
+    most, sums = _MOST_RESIDENT, config.block_m * config.block_n
     if itemsize == 1:
         # What a step adds is in registers beside the sum: 138 to 160 of a thread, or 207 to 248.
-        most = 3 if config.block_m * config.block_n <= _FEW_SUMS else 2
+        most = 3 if sums <= _FEW_SUMS else 2
+    elif not along_k and sums > _FEW_SUMS_ALONG_N:
+        # So are the addresses of more lines: 200 to 225 of a thread.
+        most = 2
     return max(1, min(most, resident)) * processors(device)
 
 
@@ -194,7 +203,11 @@ def launches(call: LayerCall, y: torch.Tensor) -> list[Launch]:
     pieces = sizes.tokens * ceil_div(sizes.hidden, columns(sizes.hidden))
     sending = senders(sizes.tokens, sizes.hidden, config)
     programs = config.programs or (
-        2 if is_cpu else resident_programs(config, weight_itemsize, device)
+        2
+        if is_cpu
+        else resident_programs(
+            config, weight_itemsize, device, along_k=in_order.along_k and out_order.along_k
+        )
     )
     programs = min(programs, MAX_PROGRAMS // 2)
     adders = min(pieces, config.sum_programs, MAX_PROGRAMS // 2)

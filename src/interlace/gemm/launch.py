@@ -25,7 +25,8 @@ from interlace.comm.launching.kernels import (
     triton_dtype,
 )
 from interlace.comm.launching.within_node import WithinNode
-from interlace.comm.replay.deferred import DeferredCall
+from interlace.comm.replay.deferred import DeferredCall, first
+from interlace.comm.replay.replays import AgainCall
 from interlace.gemm.call import GemmCall
 from interlace.gemm.config import GemmConfig
 from interlace.gemm.kernels import layout
@@ -414,15 +415,23 @@ class KernelOfWords:
         """Return Triton's compiled kernel, without running it."""
         return self._describe(self._memory).compile()
 
-    def again(self, *names: str) -> Callable[[Group], Callable[..., None]] | None:
-        """Return what prepares such a kernel for other operands, past its description; None where
-        none has run on a GPU.
-
-        That takes the group, is collective when the workspace must grow, and returns what enqueues
-        the kernel, given the operands by name. It refers to no group and no operand of this call.
+    def again(
+        self,
+        names: Sequence[str],
+        take: Callable[[Any], tuple[Any, ...]],
+        run: Callable[..., None],
+        result: Callable[..., Any] = first,
+    ) -> AgainCall | None:
+        """Return what makes calls of other operands with such a kernel, past its description; None
+        where none has run on a GPU. It is collective when the workspace must grow, and refers to no
+        group and no operand of this call.
 
         Args:
             names: The names of the kernel's parameters that get other values.
+            take: Returns a call's new memory, given the group.
+            run: Enqueues a call's work, given what enqueues the kernel with those values by name,
+                the memory and the operands. It must refer to no group and no operand either.
+            result: Returns a call's result, given its memory.
         """
         relaunch = None if self.launch is None else self.launch.again()
         if self.launch is None or relaunch is None:
@@ -434,13 +443,16 @@ class KernelOfWords:
             if name not in names and name not in self._memory
         }
 
-        def prepare(group: Group) -> Callable[..., None]:
+        def again(group: Group, _: Hashable, *operands: torch.Tensor | None) -> Any:
+            memory = take(group)
             # Looked up each time: peers that replay a capture may use an older workspace.
             arguments = kept | find(group)
 
             def enqueue(**others: Any) -> None:
                 relaunch(programs, arguments | others)
 
-            return enqueue
+            with group.running():
+                run(enqueue, memory, *operands)
+            return result(*memory)
 
-        return prepare
+        return again

@@ -8,7 +8,7 @@ microseconds to begin, and a product in chunks reads its weight once for each.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -280,32 +280,33 @@ def _run(call: GemmCall, push: PushOf) -> torch.Tensor | DeferredCall:
 
 def _again(call: GemmCall, take: New, pushed: KernelOfWords) -> AgainCall | None:
     """Return what multiplies other operands of these shapes, and enqueues the kernel behind it."""
-    is_sum = call.operator.adds_ranks
-    source, target = ("part", "y") if is_sum else ("x", "gathered")
-    prepare = pushed.again(source, target, *["bias"] * is_sum)
-    if prepare is None:
-        return None
+    if call.operator.adds_ranks:
+        return pushed.again(("part", "y", "bias"), take, _multiply_and_sum)
+    return pushed.again(("x", "gathered"), take, _multiply_and_push)
 
-    def again(
-        group: Group,
-        _: Hashable,
-        x: torch.Tensor,
-        w: torch.Tensor,
-        bias: torch.Tensor | None,
-    ) -> torch.Tensor:
-        y, product = take(group)
-        enqueue, tensors = prepare(group), {source: product, target: y}
-        with group.running():
-            rows, weight = RowPart(x), Weight(w, w.T)
-            if is_sum:
-                multiply_by_faster(product, rows, weight, None)
-                enqueue(**tensors, bias=bias)
-            else:
-                multiply_by_faster(product, rows, weight, bias)
-                enqueue(**tensors)
-        return y
 
-    return again
+def _multiply_and_sum(
+    enqueue: Callable[..., None],
+    memory: tuple[torch.Tensor, ...],
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> None:
+    y, product = memory
+    multiply_by_faster(product, RowPart(x), Weight(w, w.T), None)
+    enqueue(part=product, y=y, bias=bias)
+
+
+def _multiply_and_push(
+    enqueue: Callable[..., None],
+    memory: tuple[torch.Tensor, ...],
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> None:
+    y, product = memory
+    multiply_by_faster(product, RowPart(x), Weight(w, w.T), bias)
+    enqueue(x=product, gathered=y)
 
 
 def _push_all_to_all(call: GemmCall, product: torch.Tensor, y: torch.Tensor) -> KernelOfWords:

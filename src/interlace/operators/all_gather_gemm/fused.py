@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,6 @@ from interlace.comm.groups import copies
 from interlace.comm.groups.reservation import Reservation
 from interlace.comm.launching.kernels import Launch, describe_matrix, describe_parts
 from interlace.comm.replay.deferred import DeferredCall, New
-from interlace.comm.replay.replays import AgainCall
 from interlace.comm.runtime.dlpack import bytes_at, view_as
 from interlace.comm.runtime.interpreter import require
 from interlace.gemm import fetch, launch
@@ -199,32 +198,24 @@ def run_pushed(given: GemmCall) -> DeferredCall | Pair:
     work = _gather_and_multiply(given, "pushed", prepare)
     if not isinstance(work, DeferredCall) or not work.is_of_operands or given.is_batch_invariant:
         return work
-    return dataclasses.replace(work, again=lambda: _push_again(given, work, pushes[-1]))
+    take, result = work.take, work.result
+    return dataclasses.replace(
+        work,
+        again=lambda: pushes[-1].again(("x", "gathered"), take, _push_and_multiply, result),
+    )
 
 
-def _push_again(call: GemmCall, work: DeferredCall, push: KernelOfWords) -> AgainCall | None:
-    """Return what gathers other rows like a call's, and multiplies them."""
-    prepare = push.again("x", "gathered")
-    if prepare is None:
-        return None
-    take, results, inner = work.take, work.result, call.operands.inner
-
-    def again(
-        group: Group,
-        _: Hashable,
-        x: torch.Tensor,
-        w: torch.Tensor,
-        bias: torch.Tensor | None,
-    ) -> Pair:
-        y, gathered = take(group)
-        enqueue = prepare(group)
-        with group.running():
-            enqueue(x=x, gathered=gathered)
-            multiply_by_faster(y, RowPart(gathered[:, :inner]), Weight(w, w.T), bias)
-        pair: Pair = results(y, gathered)
-        return pair
-
-    return again
+def _push_and_multiply(
+    enqueue: Callable[..., None],
+    memory: tuple[torch.Tensor, ...],
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> None:
+    """Gather other rows like a call's, and multiply them."""
+    y, gathered = memory
+    enqueue(x=x, gathered=gathered)
+    multiply_by_faster(y, RowPart(gathered[:, : x.shape[1]]), Weight(w, w.T), bias)
 
 
 def _begin(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ from interlace.comm import MAX_PROGRAMS, Group
 from interlace.comm.groups.reservation import Reservation, WorkspaceSize
 from interlace.comm.launching.kernels import Launch, known_factor, triton_dtype
 from interlace.comm.replay.deferred import DeferredCall, New
-from interlace.comm.replay.replays import AgainCall, places
+from interlace.comm.replay.replays import places
 from interlace.comm.runtime.interpreter import require
 from interlace.gemm.call import GemmCall
 from interlace.gemm.implementations.refusals import needs
@@ -44,6 +44,7 @@ TABLE = "gemv_all_reduce"
 """The name of the kernel's tuned tables: that of the public function for few rows."""
 
 _KERNEL = "gemv_all_reduce"
+_OPERANDS = ("x", "w", "bias", "y")
 
 
 def run(call: GemmCall) -> DeferredCall:
@@ -73,30 +74,20 @@ def run(call: GemmCall) -> DeferredCall:
         prepare_kernel,
         with_libraries=False,
         is_of_operands=is_of_operands,
-        again=(lambda: _again(take, kernels[-1])) if is_of_operands else None,
+        again=(lambda: kernels[-1].again(_OPERANDS, take, _enqueue)) if is_of_operands else None,
     )
 
 
-def _again(take: New, kernel: KernelOfWords) -> AgainCall | None:
-    """Return what enqueues a kernel for other operands like its own."""
-    prepare_again = kernel.again("x", "w", "bias", "y")
-    if prepare_again is None:
-        return None
-
-    def again(
-        group: Group,
-        _: Hashable,
-        x: torch.Tensor,
-        w: torch.Tensor,
-        bias: torch.Tensor | None,
-    ) -> torch.Tensor:
-        (y,) = take(group)
-        enqueue = prepare_again(group)
-        with group.running():
-            enqueue(x=x, w=w, bias=bias, y=y)
-        return y
-
-    return again
+def _enqueue(
+    enqueue: Callable[..., None],
+    memory: tuple[torch.Tensor, ...],
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> None:
+    """Enqueue the kernel for other operands, as :meth:`KernelOfWords.again` has it done."""
+    (y,) = memory
+    enqueue(x=x, w=w, bias=bias, y=y)
 
 
 GEMV = Implementation(

@@ -95,31 +95,26 @@ def _again(
         follows_product: Whether it follows a product, or multiplies itself.
     """
     factors = ["part"] if follows_product else ["x", "w"]
-    prepare = kernel.again(*factors, "inputs", "outputs")
-    if prepare is None:
-        return None
-    eps = call.known_epilogue.eps
+    run = functools.partial(_norm_again, call.known_epilogue.eps)
+    return kernel.again([*factors, "inputs", "outputs"], take, run, _results)
 
-    def again(
-        group: Group,
-        _: Hashable,
-        x: torch.Tensor,
-        w: torch.Tensor,
-        *vectors: torch.Tensor | None,
-    ) -> Normed:
-        y, total, scales, *products = take(group)
-        results = Normed(y, total, scales)
-        arguments, enqueue = _norm_arguments(results, eps, *vectors), prepare(group)
-        with group.running():
-            if products:
-                (product,) = products
-                multiply_by_faster(product, RowPart(x), Weight(w, w.T), None)
-                enqueue(part=product, **arguments)
-            else:
-                enqueue(x=x, w=w, **arguments)
-        return results
 
-    return again
+def _norm_again(
+    eps: float,
+    enqueue: Callable[..., None],
+    memory: tuple[torch.Tensor, ...],
+    x: torch.Tensor,
+    w: torch.Tensor,
+    *vectors: torch.Tensor | None,
+) -> None:
+    """Enqueue a kernel for other operands, behind their product where there is memory for one."""
+    arguments = _norm_arguments(_results(*memory), eps, *vectors)
+    if len(memory) == len(Normed._fields):
+        enqueue(x=x, w=w, **arguments)
+        return
+    product = memory[-1]
+    multiply_by_faster(product, RowPart(x), Weight(w, w.T), None)
+    enqueue(part=product, **arguments)
 
 
 _expected: set[tuple[Hashable, ...]] = set()

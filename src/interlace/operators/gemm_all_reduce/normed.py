@@ -184,8 +184,6 @@ _TENSORS = 0, 1, 2, 5
 # implementation and the configuration.
 _OTHERS = 5
 
-_DTYPES = torch.dtype, type(None)
-
 
 def _run(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, *arguments: Any) -> _Results:
     x_scale, w_scale, group_name, impl, config = arguments[-_OTHERS:]
@@ -347,7 +345,8 @@ def call_normed(
     known_to = recalling_group(
         group, x, w, bias, residual, norm_weight, norm_bias, scale, x_scale, w_scale
     )
-    if known_to is not None and type(impl) is str and type(out_dtype) in _DTYPES:
+    is_dtype = out_dtype is None or isinstance(out_dtype, torch.dtype)
+    if known_to is not None and type(impl) is str and is_dtype:
         arguments = *epilogue, "", impl, text
         known = _known_call(x, w, bias, *arguments)
         if known is not None:

@@ -147,9 +147,11 @@ def resident_programs(
     Args:
         config: The configuration.
         itemsize: Bytes of an element of the weights.
-        device: The GPU.
+        device: The GPU, or the CPU, where two programs share the tiles.
         along_k: Whether the weights lie along K in memory.
     """
+    if device.type == "cpu":
+        return 2
     operands = _stages(config, itemsize, device) * _stage_bytes(config, itemsize)
     shared = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
     resident = shared // (operands + _OTHER_SHARED_BYTES)
@@ -202,12 +204,9 @@ def launches(call: LayerCall, y: torch.Tensor) -> list[Launch]:
     ffn_align = alignment(weight_itemsize, sizes.ffn)
     pieces = sizes.tokens * ceil_div(sizes.hidden, columns(sizes.hidden))
     sending = senders(sizes.tokens, sizes.hidden, config)
-    programs = config.programs or (
-        2
-        if is_cpu
-        else resident_programs(
-            config, weight_itemsize, device, along_k=in_order.along_k and out_order.along_k
-        )
+    along_k = in_order.along_k and out_order.along_k
+    programs = config.programs or resident_programs(
+        config, weight_itemsize, device, along_k=along_k
     )
     programs = min(programs, MAX_PROGRAMS // 2)
     adders = min(pieces, config.sum_programs, MAX_PROGRAMS // 2)

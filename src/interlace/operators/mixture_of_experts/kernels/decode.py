@@ -18,6 +18,7 @@ from interlace.language.sizes import next_power_of_2
 from interlace.operators.mixture_of_experts import layout
 from interlace.operators.mixture_of_experts.kernels.activation import activate
 from interlace.operators.mixture_of_experts.kernels.plan import MAX_RANKS, expert_of, pick
+from interlace.operators.mixture_of_experts.kernels.tiles import split_gate_and_up
 
 SENDERS = tl.constexpr(layout.SENDERS)
 DECODE_DONE = tl.constexpr(layout.DECODE_DONE)
@@ -347,10 +348,9 @@ def _store(product, acc, rows, column, group, DTYPE: tl.constexpr, FORM: tl.cons
             value = activate(acc, None, FORM)
         else:
             if FORM.halves:
-                pairs = tl.permute(tl.reshape(acc, [SIZE, 2, LINES // 2]), [0, 2, 1])
+                gate, up = split_gate_and_up(acc)
             else:
-                pairs = tl.reshape(acc, [SIZE, LINES // 2, 2])
-            gate, up = tl.split(pairs)
+                gate, up = tl.split(tl.reshape(acc, [SIZE, LINES // 2, 2]))
             value = activate(gate, up, FORM)
         columns = column // FORM.gates + tl.arange(0, LINES // FORM.gates)[None, :]
         pointers = product.target + rows.row.to(tl.int64)[:, None] * ffn + columns

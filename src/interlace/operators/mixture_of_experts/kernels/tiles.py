@@ -141,7 +141,15 @@ def multiply_gate_and_up(
         of_columns = tl.where(is_gate, tl.load(gate_scale + block), tl.load(up_scale + block))
         part = add_product(tl.zeros_like(both), left, right.T)
         both += part * (of_rows[:, None] * of_columns[None, :])
-    return tl.split(tl.permute(tl.reshape(both, [BLOCK_M, 2, COLUMNS]), [0, 2, 1]))
+    return split_gate_and_up(both)
+
+
+@triton.jit
+def split_gate_and_up(tile):
+    """Return the columns of gate and those of up, which come behind them in ``tile``."""
+    ROWS: tl.constexpr = tile.shape[0]
+    COLUMNS: tl.constexpr = tile.shape[1] // 2
+    return tl.split(tl.permute(tl.reshape(tile, [ROWS, 2, COLUMNS]), [0, 2, 1]))
 
 
 @triton.jit

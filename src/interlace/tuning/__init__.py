@@ -62,15 +62,17 @@ def nearest(
     None where no entry has every size within a factor of four.
     """
     best: tuple[float, dict[str, Any]] | None = None
-    for entry in _table(operator, device_name):
-        if _width(str(entry["dtype"])) != _width(point.dtype):
-            continue
-        if regime(entry) != regime(point.sizes):
+    names, here = tuple(point.sizes), regime(point.sizes)
+    at = _place(point.sizes, names)
+    for entry, its_regime, place in _placed(
+        operator, device_name, _width(point.dtype), names, regime
+    ):
+        if its_regime != here:
             continue
         # Sizes decide; the dtype only breaks a tie between entries of about equal sizes.
         distance = 0.0 if entry["dtype"] == point.dtype else 0.01
-        for name, size in point.sizes.items():
-            log2_ratio = abs(math.log2(max(size, 1) / max(int(entry[name]), 1)))
+        for log2_size, log2_known in zip(at, place, strict=True):
+            log2_ratio = abs(log2_size - log2_known)
             if log2_ratio > _FARTHEST_LOG2:
                 break
             distance += log2_ratio
@@ -99,6 +101,26 @@ def nearest(
         faster,
         is_exact=best[0] == 0,
     )
+
+
+def _place(sizes: Mapping[str, Any], names: tuple[str, ...]) -> tuple[float, ...]:
+    return tuple(math.log2(max(int(sizes[name]), 1)) for name in names)
+
+
+@functools.lru_cache(maxsize=64)
+def _placed(
+    operator: str,
+    device_name: str,
+    width: int,
+    names: tuple[str, ...],
+    regime: Callable[[Mapping[str, int]], object],
+) -> list[tuple[dict[str, Any], object, tuple[float, ...]]]:
+    """Return a table's entries of a dtype as wide, each with its regime and its place."""
+    return [
+        (entry, regime(entry), _place(entry, names))
+        for entry in _table(operator, device_name)
+        if _width(str(entry["dtype"])) == width
+    ]
 
 
 def file_name(operator: str, device_name: str) -> str:

@@ -51,7 +51,12 @@ ADDRESS = 1 << 40
     ("first", "second", "same"),
     [
         (5, 5, True),
-        (5, 6, False),  # one and multiples of 16 are other kernels; small numbers are few
+        (5, 6, True),
+        (5, -7, True),
+        (5, 32, False),
+        (32, 0, True),
+        (1, 5, False),  # Triton makes a constant of 1
+        (5, ADDRESS + 5, False),  # 64 bits wide
         (ADDRESS, ADDRESS + 16, True),
         (ADDRESS, ADDRESS + 8, False),
         (ADDRESS + 8, ADDRESS + 24, True),
@@ -85,16 +90,23 @@ def test_tensors_differ_by_dtype_and_alignment() -> None:
 
 
 @pytest.mark.parametrize(
-    "change",
-    [{"grid": (2,)}, {"constants": {"WIDE": 2}}, {"constants": {"WIDE": 1, "num_warps": 8}}],
+    "change", [{"constants": {"WIDE": 2}}, {"constants": {"WIDE": 1, "num_warps": 8}}]
 )
-def test_grids_and_constants(change: dict[str, Any]) -> None:
+def test_constants(change: dict[str, Any]) -> None:
     kernel = _Kernel("x", "WIDE")
     settings = {"kernel": kernel, "grid": (1,), "arguments": {"x": None}, "constants": {"WIDE": 1}}
     Launch(**settings)()
     Launch(**settings | change)()
     assert kernel.compiled == 2
     assert kernel.launched == []
+
+
+def test_a_kernel_runs_with_any_number_of_programs() -> None:
+    kernel = _Kernel("x")
+    for programs in (1, 7, 1):
+        Launch(kernel, (programs,), {"x": None}, {})()
+    assert kernel.compiled == 1
+    assert [grid for grid, _ in kernel.launched] == [(7, 1, 1), (1, 1, 1)]
 
 
 def test_interpreted_kernels_are_not_remembered() -> None:
@@ -123,6 +135,6 @@ def test_arguments_that_are_not_the_kernels(arguments: dict[str, Any], message: 
 def test_a_program_of_many_sizes_starts_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "_MAX_COMPILED", 2)
     kernel = _Kernel("x")
-    for value in (1, 2, 3, 3, 1):
+    for value in (1, 2, 32, 32, 1):
         Launch(kernel, (1,), {"x": value}, {})()
     assert kernel.compiled == 4

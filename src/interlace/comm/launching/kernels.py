@@ -34,9 +34,7 @@ _SOLO_STRIDE = 1 << 20  # stride between ranks in a group of one, which has no s
 _MAX_COMPILED = 4096  # calls whose compiled kernel is remembered
 _MOST_COMPILING = 8  # kernels at a time: the part in Python is by turns
 _KNOWN_TO_TRITON = 16
-# Triton passes integers from here on as 64 bits. Addresses are among them; they differ in each
-# call, and Triton compiles for their alignment alone.
-_MIN_INT64 = 1 << 31
+_MIN_INT64 = 1 << 31  # Triton passes integers from here on, addresses among them, as 64 bits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,12 +77,12 @@ class Launch:
         # Triton looks at every argument to find the kernel that it has compiled, which takes the
         # host longer than the launch itself. So compiled kernels are remembered here.
         key = _key(self, values)
-        compiled_launch = _compiled.get(key)
+        found = _compiled.get(key)
         # Counted before the launch: if that is interrupted, the kernel may be running.
         launches.value += 1
-        if compiled_launch is not None:
-            _, launch, constants = compiled_launch
-            launch(*values, *constants)
+        if found is not None:
+            compiled, constants = found
+            compiled[(*self.grid, 1, 1)](*values, *constants)
             return
         try:
             with _shortcuts(), kernel_folder.ours():
@@ -101,7 +99,7 @@ class Launch:
                 _compiled.clear()
             names = self.kernel.arg_names[len(values) :]
             constants = tuple(self.constants[name] for name in names)
-            _compiled[key] = (compiled, compiled[(*self.grid, 1, 1)], constants)
+            _compiled[key] = compiled, constants
 
     def again(self) -> Callable[[int, Mapping[str, Any]], None] | None:
         """Return what launches this compiled kernel with another number of programs and other
@@ -114,14 +112,12 @@ class Launch:
         found = _compiled.get(_key(self, values))
         if found is None:
             return None
-        kernel, (compiled, as_before, constants), names = self.kernel, found, self.constants
-        (programs_before,) = self.grid
+        kernel, (compiled, constants), names = self.kernel, found, self.constants
 
         def launch(programs: int, arguments: Mapping[str, Any]) -> None:
             values = _in_order(kernel, arguments, names)
-            run = as_before if programs == programs_before else compiled[(programs, 1, 1)]
             launches.value += 1
-            run(*values, *constants)
+            compiled[(programs, 1, 1)](*values, *constants)
 
         return launch
 
@@ -177,11 +173,11 @@ def _shortcuts() -> contextlib.AbstractContextManager[None]:
 def _key(launch: Launch, values: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return all that Triton may compile a launch for, whose arguments in order are ``values``."""
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else -1
-    return (id(launch.kernel), launch.grid, device, *map(_kind, values), *launch.constants.items())
+    return (id(launch.kernel), device, *map(_kind, values), *launch.constants.items())
 
 
-_compiled: dict[tuple[Any, ...], tuple[Any, Any, tuple[Any, ...]]] = {}
-"""Compiled kernels, what launches each with the grid of its key, and the values of constants."""
+_compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
+"""Compiled kernels, which launch any number of programs, and the values of their constants."""
 
 _orders: dict[int, tuple[Any, Callable[[Mapping[str, Any]], Any]]] = {}
 """Kernels by their ``id``, each with what puts its arguments in order. To look a kernel up by
@@ -223,7 +219,11 @@ def _in_order(
 def _kind(value: Any) -> Any:
     """Return a key of all properties of an argument that Triton may compile a kernel for."""
     if type(value) is int:
-        return value if value < _MIN_INT64 else _alignment(value)
+        # Triton makes a constant of 1, and else looks at the width and whether 16 divides it.
+        if value == 1:
+            return "one"
+        kind = _alignment(value)
+        return kind if -_MIN_INT64 <= value < _MIN_INT64 else f"wide {kind}"
     if isinstance(value, torch.Tensor):
         return value.dtype, _alignment(value.data_ptr())
     if type(value) is float:
@@ -236,7 +236,7 @@ def _kind(value: Any) -> Any:
 
 
 def _alignment(address: int) -> str:
-    """Return whether 16 divides the address, as text that equals no integer argument."""
+    """Return whether 16 divides the address or integer, as text that equals no argument."""
     return "anywhere" if address % 16 else "aligned"
 
 

@@ -1,12 +1,14 @@
 """Time layers of experts in float8 with scales of blocks beside the same layers in bfloat16.
 
-    python benchmarks/float8_experts.py --json FILE [--ranks 2] [--tokens 1,8,32,128,512,2048,8192]
+    python benchmarks/float8_experts.py --json FILE [--ranks 2] [--share 1]
+        [--tokens 1,8,32,128,512,2048,8192]
 
 Ways: ``bfloat16``, what runs by itself with weights of bfloat16; ``auto``, ``fused`` and ``decode``
 with weights of float8; and ``unfused``, one expert after another by cuBLAS, which waits for the
 device, is not captured, and is what the others' results are compared with first. Microseconds of
 the slowest rank, the median and deciles, eager and in a CUDA graph. All tokens have an even choice
-of experts.
+of experts. With ``--ranks 1 --share 2`` one GPU computes what each of two would: all the rows of
+half of the experts, and nothing is exchanged.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ import interlace
 from interlace.gemm.scaled import SCALE_BLOCK
 
 CALLS, SETTLING = 5, 10
-MOST_DECODED = 128
+MOST_DECODED = 256
 """Tokens of a rank up to which ``decode`` is timed."""
 
 TOLERANCE = 0.05
@@ -101,10 +103,11 @@ def ways_of(
     return {"bfloat16": call("auto", wide)} | {impl: call(impl, narrow) for impl in impls}
 
 
-def worker(counts: list[int], path: Path) -> None:
+def worker(counts: list[int], share: int, path: Path) -> None:
     """Time all layers on this rank; the first one writes what there is after each size."""
     results: list[dict[str, Any]] = []
-    for layer in LAYERS:
+    for whole in LAYERS:
+        layer = dataclasses.replace(whole, experts=whole.experts // share)
         torch.manual_seed(1 + dist.get_rank())
         wide, narrow = weights_of(layer)
         for tokens in counts:
@@ -133,9 +136,10 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--tokens", default="1,8,32,128,512,2048,8192", help="of a rank")
     parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--share", type=int, default=1, help="take one part in so many of experts")
     options = parser.parse_args()
     counts = [int(count) for count in options.tokens.split(",")]
-    interlace.launch(worker, options.ranks, counts, options.json, backend="cuda")
+    interlace.launch(worker, options.ranks, counts, options.share, options.json, backend="cuda")
 
 
 if __name__ == "__main__":

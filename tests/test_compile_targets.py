@@ -153,7 +153,9 @@ def _cases_of(kernel):
         ],
         "number_blocks": lambda: [*_mixture_of_experts_numbers()][:1],
         "plan_call": lambda: _mixture_of_experts_numbers(),
-        "quantise_active": lambda: [*_mixture_of_experts_decoding()][-1:],
+        "quantise": lambda: [
+            (_QUANTISING, {"COLS": 1024, "LANES": 8} | absent) for absent in ({}, {"counts": None})
+        ],
         **dict.fromkeys(
             ("mark_runs", "mark_segments", "number_rows", "open_runs", "open_segments"),
             lambda: _sorting(kernel),
@@ -756,6 +758,10 @@ _MOE_TYPES = {
     **dict.fromkeys((*_MOE_MATRICES, *_MOE_MEMORY, "buffer_bytes", "scale_bytes"), "i64"),
     **dict.fromkeys((*_MOE_SIZES, *_MOE_NUMBERS), "i32"),
 }
+_QUANTISING = {
+    "values": "*bf16", "counts": "*i32", "words": "*i32", "scales": "*fp32",
+    **dict.fromkeys(("rows", "L", "width"), "i32"),
+}
 _MOE_LANES = {"WORLD_SIZE": 2, "L_LANES": 8, "E_LANES": 16}
 
 
@@ -825,7 +831,7 @@ def _mixture_of_experts_products(kernel):
     shared = _MOE_LANES | {"PUSHING": pushing, "LANES": _expert_lanes()}
     not_float8 = dict.fromkeys(("a_scale", "b_scale", "out_scale"))
     if kernel == "dispatch_grouped_gemm":
-        not_float8["scale_bytes"] = None
+        not_float8 |= {"x_scale": None, "scale_bytes": None}
     alone = {"WORLD_SIZE": 1, "LANES": _expert_lanes(1)}
     directions = {
         "dispatch_grouped_gemm": ((True, False), (True, True)),
@@ -905,15 +911,14 @@ def _mixture_of_float8_experts(shared):
     lines = "128" if shared["kernel"] == "grouped_gemm_combine" else "2, 64"
     constants = {name: value for name, value in shared.items() if name != "kernel"}
     constants |= {
-        "PUSHING": shared["PUSHING"]._replace(quantises=True),
         "DTYPE": tl.bfloat16,
         "FORM": _swiglu(halves=True),
         "num_warps": 4,
         **dict.fromkeys(("bias", "met", "kept")),
     }
     types = _MOE_TYPES | {
-        "x": "*bf16", "a_scale": "i64", "b_scale": "*fp32", "out_scale": "*fp32",
-        "scale_bytes": "i64",
+        "x": "*i32", "x_scale": "*fp32", "a_scale": "i64", "b_scale": "*fp32",
+        "out_scale": "*fp32", "scale_bytes": "i64",
     }  # fmt: skip
     if shared["kernel"] == "grouped_gemm_combine":
         types["a_scale"] = "*fp32"
@@ -970,13 +975,11 @@ def _mixture_of_experts_decoding():
         "TILES": DecodeTiling(Tiling(16, 128, 128, 1, False, w_along_k=True), 0, True, 8),
         "FORM": _swiglu(halves=True),
         "bias": None,
-        "COLS": 512,
-        "LOCAL_LANES": 8,
     }
     for name in ("weight_scales", "active_scales", "scales_at"):
         del constants[name]
     scales = dict.fromkeys(("weight_scales", "active_scales", "row_scales"), "*fp32")
-    scales |= {"scales_at": "i32", "values": "*bf16", "rows": "*i32", "ffn": "i32"}
+    scales |= {"scales_at": "i32"}
     yield types | {"x": "*bf16", "y": "*bf16"} | scales, shared | constants
 
 

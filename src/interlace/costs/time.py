@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 from interlace.costs.network import NetworkRates
@@ -299,8 +299,8 @@ class Corrections:
         the number of rows or tokens, at multiples of 1 / ``_POINTS_PER_OCTAVE`` of its coordinate.
 
         A program's calls come with hundreds of numbers of rows. The logarithm changes over octaves,
-        so between points a fourth of an octave apart a cubic is right to 0.01 %, and most points are
-        known.
+        so between points a fourth of an octave apart a cubic is right to 0.02 %, and most points
+        are known.
         """
         key = implementation, others
         known = self._known_along_first.get(key)

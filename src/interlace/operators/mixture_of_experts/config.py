@@ -110,15 +110,14 @@ def _decode_config(call: ExpertsCall) -> MixtureOfExpertsConfig:
             block_m=16, block_n=64, block_k=32, num_warps=4, push_programs=64
         )
     if call.is_float8:
-        # A step's sum is in registers beside the whole one: with 128 lines and more rows, two
-        # programs would have all registers of a processor.
-        is_narrow = most_rows <= 16
+        # Faster than tiles of more rows in all of three layers, up to 64 rows an expert (decision
+        # 0031): a step's sum is in registers beside the whole one.
         return MixtureOfExpertsConfig(
-            block_m=16 if is_narrow else 32 if most_rows <= 32 else 64,
-            block_n=SCALE_BLOCK if is_narrow else SCALE_BLOCK // 2,
+            block_m=16 if most_rows <= 16 else 32,
+            block_n=SCALE_BLOCK,
             block_k=SCALE_BLOCK,
             num_warps=4,
-            num_stages=3 if is_narrow else 4,
+            num_stages=3,
             push_programs=64,
         )
     if most_rows > 32:

@@ -13,7 +13,7 @@ from interlace.comm.groups.reservation import Reservation, WorkspaceSize
 from interlace.comm.launching.kernels import Launch, processors, triton_dtype
 from interlace.comm.replay.deferred import DeferredCall, New
 from interlace.comm.runtime.interpreter import require
-from interlace.gemm.scaled import SCALE_BLOCK
+from interlace.gemm.scaled import SCALE_BLOCK, quantising
 from interlace.operators.mixture_of_experts import layout
 from interlace.operators.mixture_of_experts.call import LayerCall
 from interlace.operators.mixture_of_experts.choice import ExpertTerms, unmet
@@ -45,9 +45,6 @@ _FEW_SUMS_ALONG_N = 4096
 
 _OTHER_SHARED_BYTES = 2048
 """Shared memory of such a program beside its operands, about."""
-
-_QUANTISERS = 8
-"""Programs per processor that turn activations into float8."""
 
 _MOST_SLOTS = 2048
 """Slots that a program looks through at a time."""
@@ -184,7 +181,6 @@ def launches(call: LayerCall, y: torch.Tensor) -> list[Launch]:
     ranks, local, length = sizes.world_size, sizes.local, sizes.world_size * sizes.slots
     workspace, returned = _workspaces(call)
     results = returned.data.address
-    is_cpu = group.backend == "cpu"
     entries = torch.empty((local, length), dtype=torch.int32, device=device)
     counts = torch.empty(local + 1, dtype=torch.int32, device=device)
     # Each slot of each rank may name an expert of this rank.
@@ -311,22 +307,5 @@ def launches(call: LayerCall, y: torch.Tensor) -> list[Launch]:
     )
     if active_scales is None:
         return [gather, first, second]
-    pieces_of_rows = length * ceil_div(sizes.ffn, columns(sizes.ffn))
-    quantise = Launch(
-        kernels.quantise_active,
-        (2 if is_cpu else min(pieces_of_rows, _QUANTISERS * processors(device)),),
-        {
-            "values": active,
-            "counts": counts,
-            "rows": operand.view(torch.int32),
-            "row_scales": active_scales,
-            "L": local,
-            "ffn": sizes.ffn,
-        },
-        {
-            "COLS": columns(sizes.ffn),
-            "LOCAL_LANES": next_power_of_2(max(local, 2)),
-            "num_warps": 4,
-        },
-    )
+    quantise = quantising(active, operand, active_scales, counts[:local])
     return [gather, first, quantise, second]

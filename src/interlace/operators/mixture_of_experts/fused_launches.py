@@ -21,7 +21,7 @@ from interlace.comm.launching.kernels import (
 )
 from interlace.gemm.kernels.tiles import Tiling
 from interlace.gemm.launch import moves_tiles, tile_ns
-from interlace.gemm.scaled import SCALE_BLOCK
+from interlace.gemm.scaled import SCALE_BLOCK, quantising
 from interlace.operators.mixture_of_experts import layout
 from interlace.operators.mixture_of_experts.call import BACKWARD, LayerCall
 from interlace.operators.mixture_of_experts.config import OPERATOR
@@ -30,6 +30,9 @@ from interlace.operators.mixture_of_experts.fused import workspaces
 from interlace.operators.mixture_of_experts.kernels import combine, dispatch, gradients, plan
 from interlace.operators.mixture_of_experts.layout import Saved
 from interlace.units import alignment, ceil_div, next_power_of_2, round_up
+
+_Rows = tuple[torch.Tensor, torch.Tensor | None]
+"""Rows, and of float8 ones the scales of their blocks, ``[rows, width / 128]``."""
 
 _BLOCK_SLOTS = 128
 
@@ -43,7 +46,8 @@ def forward_launches(
 ) -> list[Launch]:
     """Return the launches of the forward pass, in order. Collective when memory must grow.
 
-    They are: count, plan, dispatch and first product, second product and combine, sum.
+    They are: tokens as float8, if weights are; count, plan, dispatch and first product, second
+    product and combine, sum.
 
     Args:
         call: The call.
@@ -52,14 +56,22 @@ def forward_launches(
     sizes, kept = call.sizes, Saved(*saved)
     steps = Steps(call, OPERATOR)
     active = call.new((sizes.arrivals, sizes.ffn), dtype=call.w_in.dtype, device=call.x.device)
-    active_scale = None
+    tokens, token_scale, active_scale = call.x.contiguous(), None, None
+    first = []
     if call.is_float8:
-        shape = sizes.arrivals, sizes.ffn // SCALE_BLOCK
-        active_scale = torch.empty(shape, dtype=torch.float32, device=call.x.device)
+        # A token goes to several experts, so it becomes float8 before rows are sent.
+        wide, tokens = tokens, tokens.new_empty(tokens.shape, dtype=call.w_in.dtype)
+        token_scale, active_scale = (
+            wide.new_empty((rows, width // SCALE_BLOCK), dtype=torch.float32)
+            for rows, width in (wide.shape, active.shape)
+        )
+        first = [quantising(wide, tokens, token_scale)]
+        tokens = tokens.view(torch.int32)
     grants = call.new(sizes.world_size, dtype=torch.int32, device=call.x.device)
     return [
+        *first,
         *steps.plan(kept, grants, space),
-        steps.dispatch(kept, active, active_scale, grants, space),
+        steps.dispatch(kept, (tokens, token_scale), (active, active_scale), grants, space),
         steps.combine(kept.plan, active, active_scale),
         steps.sum(kept, call.weights, y, None),
     ]
@@ -284,17 +296,18 @@ class Steps:
     def dispatch(
         self,
         saved: Saved,
-        active: torch.Tensor,
-        active_scale: torch.Tensor | None,
+        tokens: _Rows,
+        activation: _Rows,
         grants: torch.Tensor,
         space: Output,
     ) -> Launch:
-        """Send tokens to their experts, and compute ``active [arrivals, F]`` of those that arrive.
+        """Send tokens to their experts, and compute the activation of gate and up of those that
+        arrive.
 
         Args:
             saved: Gate and up are stored in its ``kept`` if the call saves tensors.
-            active: The activation of gate and up.
-            active_scale: Its scales if it is float8, ``[arrivals, F / 128]``.
+            tokens: ``[T, hidden]``, or float8 ones in words of four.
+            activation: ``[arrivals, F]``.
             grants: The indices of the ranks' buffers.
             space: The buffers of all ranks that rows arrive in.
         """
@@ -303,9 +316,11 @@ class Steps:
         columns = sizes.gates * sizes.ffn
         along_k, halves = self.weights.in_order
         block = config.block_m, config.block_n // sizes.gates
+        (x, x_scale), (active, active_scale) = tokens, activation
         arguments = {
             **self.pushing_arguments(saved, space),
-            "x": self.call.x.contiguous(),
+            "x": x,
+            "x_scale": x_scale,
             "grants": grants,
             "b": self.weight(self.weights.w_in, columns, sizes.hidden, along_k, halves),
             "a_scale": None,
@@ -328,7 +343,8 @@ class Steps:
                 "out": active.data_ptr(),
                 "scale_bytes": self.scale_bytes,
             }
-        constants = self.pushing_constants(along_k) | {"FORM": self.call.form}
+        constants = self.pushing_constants(along_k)
+        constants |= {"FORM": self.call.form, "DTYPE": triton_dtype(self.dtype)}
         grid = (config.push_programs + self.programs,)
         return Launch(dispatch.dispatch_grouped_gemm, grid, arguments, constants, keep)
 
@@ -361,9 +377,11 @@ class Steps:
         """
         sizes, config = self.sizes, self.config
         push_rows = max(config.push_rows, next_power_of_2(ceil_div(sizes.tokens, MAX_PROGRAMS)))
-        rows, columns = layout.push_tile(
-            sizes.hidden, self.dtype.itemsize, config.num_warps, push_rows
-        )
+        # Float8 rows leave in words of four numbers.
+        width, itemsize = sizes.hidden, self.dtype.itemsize
+        if self.call.is_float8:
+            width, itemsize = width // 4, 4
+        rows, columns = layout.push_tile(width, itemsize, config.num_warps, push_rows)
         return {
             "LANES": self.lanes,
             "PUSHING": dispatch.RowPushing(
@@ -373,7 +391,6 @@ class Steps:
                 columns,
                 sizes.top_k,
                 self.align,
-                self.call.is_float8,
             ),
             "TILING": self.tiling._replace(w_along_k=along_k),
             "num_warps": config.num_warps,

@@ -489,33 +489,6 @@ def _add_product(
     return acc
 
 
-@triton.jit(do_not_specialize=["L", "ffn"])
-def quantise_active(
-    values, counts, rows, row_scales, L, ffn, COLS: tl.constexpr, LOCAL_LANES: tl.constexpr,
-):
-    """Turn the activations of this rank's rows, ``values [length, F]``, into float8 ``rows``, in
-    words of four, and their ``row_scales [length, F / 128]``.
-
-    **Protocol.** No peer takes part; it follows :func:`decode_first_gemm` on the same stream.
-
-    **Example.** A row of 128 activations up to 2 gets the scale 2 / 448.
-    """
-    lanes = tl.arange(0, LOCAL_LANES)
-    total = tl.sum(tl.load(counts + lanes, mask=lanes < L, other=0))
-    ffn = il.multiple_of(ffn, SCALED)
-    pieces = (ffn + COLS - 1) // COLS
-    for task in range(tl.program_id(0), total * pieces, tl.num_programs(0)):
-        first = ffn.to(tl.int64) * (task // pieces)
-        column = task % pieces * COLS + tl.arange(0, COLS)
-        value = tl.load(values + first + column, mask=column < ffn, other=0.0)
-        quantised, scale = quantise_rows(value[None, :])
-        word = task % pieces * (COLS // 4) + tl.arange(0, COLS // 4)
-        words = tl.ravel(words_of_float8(quantised))
-        tl.store(rows + first // 4 + word, words, mask=word < ffn // 4)
-        block = task % pieces * (COLS // SCALED) + tl.arange(0, COLS // SCALED)
-        tl.store(row_scales + first // SCALED + block, tl.ravel(scale), mask=block < ffn // SCALED)
-
-
 @triton.jit(
     do_not_specialize=["call", "half", "rows_at", "L", "length", "hidden_groups", "ffn_groups"]
 )

@@ -10,9 +10,7 @@ import triton
 import triton.language as tl
 
 import interlace.language as il
-from interlace.gemm.kernels.float8 import (
-    clamp_to_float8, quantise_rows, scales_of_blocks, words_of_float8,
-)
+from interlace.gemm.kernels.float8 import clamp_to_float8, scales_of_blocks, words_of_float8
 from interlace.gemm.kernels.tiles import SCALED, Scales, add_bias
 from interlace.language.sizes import next_power_of_2
 from interlace.operators.mixture_of_experts.kernels.activation import activate
@@ -33,7 +31,6 @@ class RowPushing(NamedTuple):
         block_rows, block_columns: The tile that it loads and stores at a time.
         top_k: Experts that a token goes to.
         align: The elements, a power of two, that rows are a multiple of.
-        quantises: Whether rows leave as float8, each with a scale for every 128 elements.
     """
 
     programs: Any
@@ -42,17 +39,18 @@ class RowPushing(NamedTuple):
     block_columns: Any
     top_k: Any
     align: Any
-    quantises: Any = False
 
 
 class LeavingRows(NamedTuple):
     """The rows that leave, and the buffers that they arrive in.
 
     Attributes:
-        x: Rows ``[tokens, hidden]``, of which each slot's leaves.
+        x: Rows ``[tokens, width]``, of which each slot's leaves; float8 ones in words of four.
         slot_at: The slot of each row of results.
         scales: The slots' numbers that leave with the rows; None if there are none.
-        hidden: The width of a row.
+        block_scales: The scales of float8 rows' blocks, ``[tokens, hidden / 128]``, which leave
+            with them; None of other rows.
+        width: The width of a row.
         buffers: Address of the first buffer (rank 0's copy), or of the only one.
         nbytes: Bytes of a buffer.
         grants: The index of the buffer that each rank grants; None if there is one buffer.
@@ -63,7 +61,8 @@ class LeavingRows(NamedTuple):
     x: Any
     slot_at: Any
     scales: Any
-    hidden: Any
+    block_scales: Any
+    width: Any
     buffers: Any
     nbytes: Any
     grants: Any
@@ -100,7 +99,7 @@ def _push(
     PUSH_ROWS: tl.constexpr = PUSHING.rows
     ROWS: tl.constexpr = PUSHING.block_rows
     COLS: tl.constexpr = PUSHING.block_columns
-    E, L, hidden = plan.E, plan.L, rows.hidden
+    E, L, width = plan.E, plan.L, rows.width
     rank = il.rank(group)
     lanes = tl.arange(0, LANES.experts)
     # The neighbour's first expert first, then the next rank's: ranks do not crowd one of them.
@@ -119,23 +118,28 @@ def _push(
         buffer = rows.buffers
         if rows.grants is not None:
             buffer += tl.load(rows.grants + owner).to(tl.int64) * rows.nbytes
-        target = il.pointer(buffer, tl.int32 if PUSHING.quantises else rows.x.dtype.element_ty)
+        target = il.pointer(buffer, rows.x.dtype.element_ty)
         for first in range(piece * PUSH_ROWS, tl.minimum(count, (piece + 1) * PUSH_ROWS), ROWS):
             row = first + tl.arange(0, ROWS)
             slot = tl.load(rows.slot_at + back + row, mask=row < count, other=0)
             # The offsets are products with the row's width, whose divisor the compiler knows.
-            source = (slot // PUSHING.top_k).to(tl.int64) * hidden
-            offset = (arrival + row).to(tl.int64) * hidden
-            for start in range(0, hidden, COLS):
+            token = (slot // PUSHING.top_k).to(tl.int64)
+            source, offset = token * width, (arrival + row).to(tl.int64) * width
+            for start in range(0, width, COLS):
                 column = start + tl.arange(0, COLS)[None, :]
-                mask = (row < count)[:, None] & (column < hidden)
-                if PUSHING.quantises:
-                    _push_quantised(
-                        rows, target, buffer, source, offset, start, owner, group, row < count, COLS
+                mask = (row < count)[:, None] & (column < width)
+                value = tl.load(rows.x + source[:, None] + column, mask=mask)
+                il.put(target + offset[:, None] + column, value, owner, group, mask)
+                if rows.block_scales is not None:
+                    # A block is 32 words.
+                    block = (start + tl.arange(0, COLS // 32) * 32)[None, :] // 32
+                    has_block = (row < count)[:, None] & (block < width // 32)
+                    value = tl.load(
+                        rows.block_scales + source[:, None] // 32 + block, mask=has_block
                     )
-                else:
-                    value = tl.load(rows.x + source[:, None] + column, mask=mask)
-                    il.put(target + offset[:, None] + column, value, owner, group, mask)
+                    scale_target = il.pointer(buffer + rows.scale_bytes, tl.float32)
+                    scale_target += offset[:, None] // 32 + block
+                    il.put(scale_target, value, owner, group, has_block)
             if rows.scales is not None:
                 scale = tl.load(rows.scales + slot, mask=row < count)
                 scale_target = il.pointer(buffer + rows.scale_bytes, tl.float32)
@@ -144,29 +148,6 @@ def _push(
         # them: an owner that has seen the signal reads complete rows.
         if il.arrive_last(il.peer_pointer(flags + COUNTERS + expert, rank, group), piece, members):
             il.signal(flags + HEADER + local * MAX_RANKS + rank, stamp, owner, group)
-
-
-@triton.jit
-def _push_quantised(
-    rows, target, buffer, source, offset, start, owner, group, exists, COLS: tl.constexpr
-):
-    """Send columns from ``start`` on of some rows as float8, and their scales.
-
-    Args:
-        target: The owner's buffer, in words of four elements.
-        source, offset: The first element of each row in x, and in the buffer.
-        exists: Which rows exist.
-    """
-    column = start + tl.arange(0, COLS)[None, :]
-    mask = exists[:, None] & (column < rows.hidden)
-    value, scale = quantise_rows(tl.load(rows.x + source[:, None] + column, mask=mask, other=0.0))
-    words = (tl.arange(0, COLS // 4) + start // 4)[None, :]
-    word_mask = exists[:, None] & (words < rows.hidden // 4)
-    il.put(target + offset[:, None] // 4 + words, words_of_float8(value), owner, group, word_mask)
-    blocks = (tl.arange(0, COLS // SCALED) + start // SCALED)[None, :]
-    block_mask = exists[:, None] & (blocks < rows.hidden // SCALED)
-    scales = il.pointer(buffer + rows.scale_bytes, tl.float32)
-    il.put(scales + offset[:, None] // SCALED + blocks, scale, owner, group, block_mask)
 
 
 @triton.jit
@@ -344,9 +325,10 @@ def _half_block(
 
 @triton.jit(do_not_specialize=["call", "L", "hidden_groups"])
 def dispatch_grouped_gemm(
-    x, slot_at, plan, grants, a, b, a_scale, b_scale, bias, out, out_scale, kept, ticket, buffers,
-    signals, epochs, ctx, call, buffer_bytes, scale_bytes, arrivals, L, columns, hidden_groups,
-    LANES: tl.constexpr, PUSHING: tl.constexpr, TILING: tl.constexpr, FORM: tl.constexpr,
+    x, x_scale, slot_at, plan, grants, a, b, a_scale, b_scale, bias, out, out_scale, kept, ticket,
+    buffers, signals, epochs, ctx, call, buffer_bytes, scale_bytes, arrivals, L, columns,
+    hidden_groups, LANES: tl.constexpr, PUSHING: tl.constexpr, TILING: tl.constexpr,
+    FORM: tl.constexpr, DTYPE: tl.constexpr,
 ):
     """Send every slot's row of ``x`` to its expert's rank; compute the activation of gate and up of
     what arrives.
@@ -358,10 +340,11 @@ def dispatch_grouped_gemm(
     becomes the activation of both, ``[arrivals, F]``, and ``kept``, unless it is None, gate and up,
     ``[2, arrivals, F]``.
 
-    With ``PUSHING.quantises``, ``b`` is float8 whose blocks' scales ``b_scale [L, 2 F / 128, hidden
-    / 128]`` has; rows travel as float8, and their scales arrive ``scale_bytes`` behind the buffer's
-    beginning, which is ``a_scale [arrivals, hidden / 128]``. The activation is float8 then, with
-    scales ``out_scale [arrivals, F / 128]``.
+    With ``x_scale [tokens, hidden / 128]`` rows and ``b`` are float8, ``x`` in words of four; the
+    scales of b's blocks are ``b_scale [L, 2 F / 128, hidden / 128]``. Those of the rows arrive
+    ``scale_bytes`` behind the buffer's beginning, which is ``a_scale [arrivals, hidden / 128]``.
+    The activation, which is rounded to ``DTYPE`` first, is float8 then, too, with scales ``out_scale
+    [arrivals, F / 128]``.
 
     **Protocol.**
 
@@ -380,7 +363,6 @@ def dispatch_grouped_gemm(
     rank 1's buffer and signals ``[0][0]`` there, then slot 1 into row 0 of its own. Rank 1 puts its
     slot into row 1 of rank 0's buffer, and computes expert 1 on rank 0's rows.
     """
-    DTYPE: tl.constexpr = x.dtype.element_ty
     pid = tl.program_id(0)
     _, stamp, group, _ = il.enter(epochs, ctx, call)
     flags = il.pointer(signals, tl.int32)
@@ -389,19 +371,20 @@ def dispatch_grouped_gemm(
     if pid < PUSHING.programs:
         # Step 2. Without every grant the buffers may still be in use.
         if completeness(plan, None, arrival_plan.E, LANES.world_size) > 0:
+            width = hidden if x_scale is None else il.multiple_of(hidden, SCALED) // 4
             rows = LeavingRows(
-                x, slot_at, None, hidden, buffers, buffer_bytes, grants, scale_bytes
+                x, slot_at, None, x_scale, width, buffers, buffer_bytes, grants, scale_bytes
             )
             _push(rows, arrival_plan, flags, group, stamp, LANES, PUSHING)
     else:
         # Step 3.
-        OPERAND: tl.constexpr = tl.float8e4nv if PUSHING.quantises else DTYPE
+        OPERAND: tl.constexpr = DTYPE if x_scale is None else tl.float8e4nv
         left = as_operand(a, OPERAND, TILING.descriptors)
         right = as_operand(b, OPERAND, TILING.descriptors)
         both, scales = kept, None
         if kept is not None:
             both = as_operand(kept, DTYPE, TILING.descriptors)
-        if PUSHING.quantises:
+        if x_scale is not None:
             scales = Scales(il.pointer(a_scale, tl.float32), b_scale, None, None)
             active = il.pointer(out, tl.int32)
         else:
@@ -461,7 +444,9 @@ def dispatch_grouped_gemm_backward(
             tl.store(met, complete.to(tl.int32))
         # Step 2. Without every grant the buffers may still be in use.
         if complete:
-            rows = LeavingRows(grad, slot_at, scales, hidden, buffer, None, None, scale_bytes)
+            rows = LeavingRows(
+                grad, slot_at, scales, None, hidden, buffer, None, None, scale_bytes
+            )
             _push(rows, arrival_plan, flags, group, stamp, LANES, PUSHING)
     else:
         # Step 3.

@@ -759,7 +759,10 @@ _MOE_TYPES = {
     **dict.fromkeys((*_MOE_SIZES, *_MOE_NUMBERS), "i32"),
 }
 _QUANTISING = {
-    "values": "*bf16", "counts": "*i32", "words": "*i32", "scales": "*fp32",
+    "values": "*bf16",
+    "counts": "*i32",
+    "words": "*i32",
+    "scales": "*fp32",
     **dict.fromkeys(("rows", "L", "width"), "i32"),
 }
 _MOE_LANES = {"WORLD_SIZE": 2, "L_LANES": 8, "E_LANES": 16}

@@ -349,8 +349,8 @@ STOCK_TILE = (128, 128)
 
 _FLOAT8_DECODING = 2.2, 1.1
 """How much longer the products of decoding compute, and read weights, where these are float8. With
-these the faster of ``decode`` and ``fused`` is taken, or one within 1 %, in 18 calls of three layers
-of 8 to 512 tokens on an H200: ``decode`` up to some 16 rows an expert (decision 0031).
+these the faster of ``decode`` and ``fused`` is taken, or one within 1 %, in 18 calls of three
+layers of 8 to 512 tokens on an H200: ``decode`` up to some 16 rows an expert (decision 0031).
 """
 
 

@@ -303,24 +303,21 @@ class Corrections:
         are known.
         """
         key = implementation, others
-        known = self._known_along_first.get(key)
-        if known is None:
+        if key not in self._known_along_first:
+            if len(self._known_along_first) >= _MOST_KNOWN:
+                self._known_along_first.clear()
             place, parts = place_of(others), list[tuple[float, float]]()
-            for (first, *rest), weight in zip(
-                self.calls, self.weights[implementation], strict=True
-            ):
-                nearness = _nearness(math.dist(place, place_of(tuple(rest))))
-                parts.append((math.log2(max(first, 1)), weight * nearness))
+            for size, weight in zip(self.calls, self.weights[implementation], strict=True):
+                first, *rest = place_of(tuple(size))
+                parts.append((first, weight * _nearness(math.dist(place, rest))))
 
             @functools.cache
-            def known(point: float) -> float:
+            def logarithm_at(point: float) -> float:
                 at = point / _POINTS_PER_OCTAVE
                 return math.fsum(weight * _nearness(at - first) for first, weight in parts)
 
-            if len(self._known_along_first) >= _MOST_KNOWN:
-                self._known_along_first.clear()
-            self._known_along_first[key] = known
-        return known
+            self._known_along_first[key] = logarithm_at
+        return self._known_along_first[key]
 
     @functools.cached_property
     def _known_along_first(

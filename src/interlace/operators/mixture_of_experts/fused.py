@@ -52,7 +52,7 @@ def run(call: LayerCall) -> DeferredCall:
         (OPERATOR, "fused", call.mark, *call.memory()),
         forward_memory(call),
         prepared,
-        functools.partial(results, call.sizes, call.saves, call.new),
+        results,
         where=_places,
         with_libraries=False,
         temporary_bytes=temporary_bytes(call, call.sizes.arrivals),
@@ -61,7 +61,8 @@ def run(call: LayerCall) -> DeferredCall:
 
 def forward_memory(call: LayerCall) -> Callable[[Group], tuple[Any, ...]]:
     """Return what takes the memory of a forward pass that outlives its launches: the buffer in
-    which rows for this rank's experts arrive, ``y [T, hidden]``, and the tensors of :class:`Saved`.
+    which rows for this rank's experts arrive, ``y [T, hidden]``, and, if the call saves them, the
+    tensors of :class:`Saved`.
     """
     return functools.partial(
         _take, call.sizes, call.x.dtype, call.x.device, call.is_float8, call.saves, call.new
@@ -80,33 +81,17 @@ def _take(
     # Rows that the backward pass needs arrive in a buffer that stays in use until then.
     reserve = group.outputs.take if saves else group.outputs.landing
     space = reserve(buffer_bytes(sizes, dtype, is_float8))
-    saved = Saved(
-        plan=new(sizes.plan, dtype=torch.int32, device=device),
-        slot_rows=new((sizes.tokens, sizes.top_k), dtype=torch.int32, device=device),
-        slot_at=new(sizes.returns, dtype=torch.int32, device=device),
-        received=(
-            space.tensor((sizes.arrivals, sizes.hidden), dtype, device)
-            if saves
-            else new(0, dtype=dtype, device=device)
-        ),
-        kept=new(
-            (sizes.gates, sizes.arrivals, sizes.ffn) if saves else 0, dtype=dtype, device=device
-        ),
-    )
     y = torch.empty((sizes.tokens, sizes.hidden), dtype=dtype, device=device)
-    return space, y, *saved
+    if not saves:
+        return space, y
+    received = space.tensor((sizes.arrivals, sizes.hidden), dtype, device)
+    kept = new((sizes.gates, sizes.arrivals, sizes.ffn), dtype=dtype, device=device)
+    return space, y, *layout.numbers(sizes, device, new), received, kept
 
 
-def results(
-    sizes: ExpertSizes,
-    saves: bool,
-    new: Callable[..., torch.Tensor],
-    space: Output | None,
-    y: torch.Tensor,
-    *taken: torch.Tensor,
-) -> tuple[torch.Tensor, Saved]:
-    if space is None or not saves:
-        return y, Saved.empty(sizes, y, saves=False, new=new)
+def results(space: Output, y: torch.Tensor, *taken: torch.Tensor) -> tuple[torch.Tensor, Saved]:
+    if not taken:
+        return y, Saved.nothing(y)
     saved = Saved(*taken)
     # The landing is written again by the next call, so its rows cannot be kept for the backward
     # pass, but must be copied.

@@ -53,7 +53,8 @@ def forward_launches(
         call: The call.
         space, y, saved: Its memory; see :func:`fused.forward_memory`.
     """
-    sizes, kept = call.sizes, Saved(*saved)
+    sizes = call.sizes
+    kept = Saved(*saved or (*layout.numbers(sizes, y.device, call.new), *Saved.nothing(y)[3:]))
     steps = Steps(call, OPERATOR)
     active = call.new((sizes.arrivals, sizes.ffn), dtype=call.w_in.dtype, device=call.x.device)
     tokens, token_scale, active_scale = call.x.contiguous(), None, None

@@ -7,6 +7,7 @@ device.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
@@ -335,12 +336,42 @@ class Saved(NamedTuple):
             saves: Whether the call saves anything.
             new: Makes a tensor of a shape, a dtype and a device.
         """
-        numbers = sizes.plan, (sizes.tokens, sizes.top_k), sizes.returns
+        if not saves:
+            return Saved(*(torch.empty(0, dtype=dtype, device=x.device) for dtype in _dtypes(x)))
         rows = (sizes.arrivals, sizes.hidden), (sizes.gates, sizes.arrivals, sizes.ffn)
         return Saved(
-            *(new(shape if saves else 0, dtype=torch.int32, device=x.device) for shape in numbers),
-            *(new(shape if saves else 0, dtype=x.dtype, device=x.device) for shape in rows),
+            *numbers(sizes, x.device, new),
+            *(new(shape, dtype=x.dtype, device=x.device) for shape in rows),
         )
+
+    @staticmethod
+    def nothing(x: torch.Tensor) -> Saved:
+        """Return tensors without elements, the same ones in each call: five new ones would take the
+        host longer than to replay the call's graph.
+        """
+        return _nothing(x.dtype, x.device)
+
+
+def numbers(
+    sizes: ExpertSizes, device: torch.device, new: Callable[..., torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
+    """Return memory for the numbers of a call: ``plan``, ``slot_rows`` and ``slot_at``, as
+    :class:`Saved` has them.
+    """
+    shapes = sizes.plan, (sizes.tokens, sizes.top_k), sizes.returns
+    return tuple(new(shape, dtype=torch.int32, device=device) for shape in shapes)
+
+
+def _dtypes(x: torch.Tensor) -> tuple[torch.dtype, ...]:
+    return *(torch.int32,) * 3, x.dtype, x.dtype
+
+
+@functools.lru_cache(maxsize=64)
+def _nothing(dtype: torch.dtype, device: torch.device) -> Saved:
+    # Tensors made in inference mode could not be used outside of it.
+    with torch.inference_mode(False):
+        like = torch.empty(0, dtype=dtype, device=device)
+        return Saved(*(torch.empty_like(like, dtype=each) for each in _dtypes(like)))
 
 
 def push_tile(hidden: int, itemsize: int, num_warps: int, push_rows: int) -> tuple[int, int]:

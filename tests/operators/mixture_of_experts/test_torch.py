@@ -249,3 +249,54 @@ def test_a_configuration_is_its_text():
         MixtureOfExpertsConfig.parse("a b")
     assert MixtureOfExpertsConfig.parse(str(SMALL)) == SMALL
     assert "block_m=" in str(SMALL)
+
+
+def _found_again(capacity: int | None) -> bool:
+    """Make a call, remember its result by the key that it looks for behind the dispatcher, and make
+    it again: is it found at the door?
+    """
+    from interlace.operators import mixture_of_experts as door
+    from interlace.operators.mixture_of_experts import call as behind
+
+    call = Call(1, tokens=3, top_k=1, local=1, hidden=8, ffn=5)
+    x, experts, weights, w_in, w_out, _ = call.inputs(0)
+    group, remembered = interlace.comm.group_of(None, x.device), {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(door, "recalling_group", lambda *arguments: group)
+        for module in (door, behind):
+            patch.setattr(module, "recall_key", lambda *key: repr(key))
+        patch.setattr(type(group), "recall", lambda self, key: remembered.get(key))
+        perform = type(group).perform
+
+        def remember(self, work, known):
+            remembered[known] = perform(self, work, None)
+            return remembered[known]
+
+        patch.setattr(type(group), "perform", remember)
+        results = [
+            interlace.mixture_of_experts(
+                x, experts, weights.float().contiguous(), w_in, w_out, capacity=capacity
+            )
+            for _ in range(2)
+        ]
+    return results[0] is results[1] and len(remembered) == 1
+
+
+@pytest.mark.parametrize("capacity", [None, 2])
+def test_a_call_that_comes_again_is_found_before_it_is_validated(ranks, capacity):
+    assert ranks(1).run(_found_again, capacity) == [True]
+
+
+def test_a_call_that_comes_again_is_not_found_without_its_weights(ranks):
+    ((kind, message, _),) = ranks(1).run(error_of, _without_weights)
+    assert kind == "ArgumentError"
+    assert "weights must be" in message
+
+
+def _without_weights():
+    x, experts, _, w_in, w_out, _ = Call(1, tokens=3, top_k=1, local=1, hidden=8, ffn=5).inputs(0)
+    with pytest.MonkeyPatch.context() as patch:
+        from interlace.operators import mixture_of_experts as door
+
+        patch.setattr(door, "recalling_group", lambda *arguments: object())
+        interlace.mixture_of_experts(x, experts, None, w_in, w_out)

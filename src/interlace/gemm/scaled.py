@@ -14,8 +14,7 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
-from interlace.comm.launching.kernels import Launch, processors
-from interlace.units import ceil_div, next_power_of_2, round_up
+from interlace.units import ceil_div, round_up
 
 SCALE_BLOCK = 128
 """Elements of K, and rows of w, that share a scale."""
@@ -28,12 +27,6 @@ ROWS_OF_BLOCKS = 4
 and reads as many scales of a block of w's rows: with fewer, ``torch._scaled_mm`` reads others
 instead and says nothing.
 """
-
-_QUANTISED_COLUMNS = 1024
-"""Columns of a row that a program turns into float8 at a time, at most."""
-
-_QUANTISERS = 8
-"""Programs per processor that do."""
 
 _BLOCK_CAPABILITY = (9, 0)
 """The GPUs on which cuBLAS multiplies by scales of blocks: 10.0 has other ones."""
@@ -195,38 +188,3 @@ def _multiply_blocks_into(
         [_aligned(w_scale.contiguous()).T], [F.ScalingType.BlockWise128x128.value], [],
         bias, out.dtype, out=out,
     )  # fmt: skip
-
-
-def quantising(
-    values: torch.Tensor,
-    float8: torch.Tensor,
-    scales: torch.Tensor,
-    counts: torch.Tensor | None = None,
-) -> Launch:
-    """Return the launch that turns ``values`` into ``float8`` with a scale for each block of a row.
-
-    Args:
-        values: ``[rows, width]`` of 16 bits, contiguous; the width is a multiple of 128.
-        float8: ``[rows, width]`` of float8_e4m3fn.
-        scales: float32 ``[rows, width / 128]``.
-        counts: int32, on the device: the sum of these is the number of rows that there are, the
-            first ones; None for all.
-    """
-    from interlace.gemm.kernels.float8 import quantise
-
-    rows, width = values.shape
-    columns = min(next_power_of_2(max(width, SCALE_BLOCK)), _QUANTISED_COLUMNS)
-    programs = 2 if not values.is_cuda else _QUANTISERS * processors(values.device)
-    count = 0 if counts is None else len(counts)
-    arguments = {
-        "values": values,
-        "counts": counts,
-        "words": float8.view(torch.int32),
-        "scales": scales,
-        "rows": rows,
-        "L": count,
-        "width": width,
-    }
-    grid = (max(1, min(rows * ceil_div(width, columns), programs)),)
-    constants = {"COLS": columns, "LANES": next_power_of_2(max(count, 2)), "num_warps": 4}
-    return Launch(quantise, grid, arguments, constants)

@@ -13,7 +13,7 @@ from interlace.comm.groups.reservation import Reservation, WorkspaceSize
 from interlace.comm.launching.kernels import Launch, processors, triton_dtype
 from interlace.comm.replay.deferred import DeferredCall, New
 from interlace.comm.runtime.interpreter import require
-from interlace.gemm.scaled import SCALE_BLOCK, quantising
+from interlace.gemm.scaled import SCALE_BLOCK
 from interlace.operators.mixture_of_experts import layout
 from interlace.operators.mixture_of_experts.call import LayerCall
 from interlace.operators.mixture_of_experts.choice import ExpertTerms, unmet
@@ -46,6 +46,9 @@ _FEW_SUMS_ALONG_N = 4096
 
 _OTHER_SHARED_BYTES = 2048
 """Shared memory of such a program beside its operands, about."""
+
+_QUANTISERS = 8
+"""Programs per processor that turn rows into float8."""
 
 _MOST_SLOTS = 2048
 """Slots that a program looks through at a time."""
@@ -310,3 +313,38 @@ def launches(call: LayerCall, y: torch.Tensor) -> list[Launch]:
         return [gather, first, second]
     quantise = quantising(active, operand, active_scales, counts[:local])
     return [gather, first, quantise, second]
+
+
+def quantising(
+    values: torch.Tensor,
+    float8: torch.Tensor,
+    scales: torch.Tensor,
+    counts: torch.Tensor | None = None,
+) -> Launch:
+    """Return the launch that turns ``values`` into ``float8`` with a scale for each block of a row.
+
+    Args:
+        values: ``[rows, width]`` of 16 bits, contiguous; the width is a multiple of 128.
+        float8: ``[rows, width]`` of float8_e4m3fn.
+        scales: float32 ``[rows, width / 128]``.
+        counts: int32, on the device: the sum of these is the number of rows that there are, the
+            first ones; None for all.
+    """
+    from interlace.gemm.kernels.float8 import quantise
+
+    rows, width = values.shape
+    piece = columns(width)
+    programs = _QUANTISERS * processors(values.device) if values.is_cuda else 2
+    count = 0 if counts is None else len(counts)
+    arguments = {
+        "values": values,
+        "counts": counts,
+        "words": float8.view(torch.int32),
+        "scales": scales,
+        "rows": rows,
+        "L": count,
+        "width": width,
+    }
+    grid = (max(1, min(rows * ceil_div(width, piece), programs)),)
+    constants = {"COLS": piece, "LANES": next_power_of_2(max(count, 2)), "num_warps": 4}
+    return Launch(quantise, grid, arguments, constants)

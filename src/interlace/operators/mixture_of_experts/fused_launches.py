@@ -21,11 +21,11 @@ from interlace.comm.launching.kernels import (
 )
 from interlace.gemm.kernels.tiles import Tiling
 from interlace.gemm.launch import moves_tiles, tile_ns
-from interlace.gemm.scaled import SCALE_BLOCK, quantising
+from interlace.gemm.scaled import SCALE_BLOCK
 from interlace.operators.mixture_of_experts import layout
 from interlace.operators.mixture_of_experts.call import BACKWARD, LayerCall
 from interlace.operators.mixture_of_experts.config import OPERATOR
-from interlace.operators.mixture_of_experts.decode import resident_programs
+from interlace.operators.mixture_of_experts.decode import quantising, resident_programs
 from interlace.operators.mixture_of_experts.fused import workspaces
 from interlace.operators.mixture_of_experts.kernels import combine, dispatch, gradients, plan
 from interlace.operators.mixture_of_experts.layout import Saved

@@ -209,6 +209,7 @@ _LOSS = "operators.linear_cross_entropy.kernel:losses_of_rows"
 _TOP_K = "operators.linear_top_k.kernel:choose_columns"
 _COLUMNS = "operators.gemm_all_to_all_columns.kernel:gemm_all_to_all_columns"
 _ROWS = "operators.all_to_all_gemm.kernel:all_to_all_gemm"
+_COLUMNS_SENT = "operators.all_to_all_gemm.kernel:_send_columns"
 _A2A = "operators.gemm_all_to_all.kernel:gemm_all_to_all"
 _EMBEDDING, _EXPERTS = (
     "operators.embedding_all_to_all.kernels",
@@ -314,7 +315,7 @@ MUTANTS = [
     *_of(
         "all_to_all_gemm",
         *_GRANTED[:-1],
-        (_ROWS, "no release", ("signal", 0)),
+        (_COLUMNS_SENT, "no release", ("signal", 0)),
         (_ROWS, "no wait", ("wait", 0)),
         (_ROWS, "wrong epoch", ("wait", 0)),
     ),

@@ -72,23 +72,11 @@ def all_to_all_gemm(
             grant_buffer(turn, own_buffer, stamp, group)
         # 2. Senders bring this rank's columns to the owners of their rows.
         if program < SENDERS:
-            granted, numbers = granted_buffers(turn, own_buffer, stamp, group)
-            blocks = (most_rows + BLOCK_M - 1) // BLOCK_M
-            for task in range(program, tl.where(granted, blocks * WORLD_SIZE, 0), SENDERS):
-                dest = (me + 1 + task % WORLD_SIZE) % WORLD_SIZE
-                block = task // WORLD_SIZE
-                first = tl.load(routes + dest * ROUTE + FIRST_ROW).to(tl.int32)
-                rows = tl.load(routes + dest * ROUTE + ROWS_SENT).to(tl.int32)
-                if block * BLOCK_M < rows:
-                    number = tl.sum(tl.where(turn.peers == dest, numbers, 0))
-                    buffer = il.pointer(buffers.address + number.to(tl.int64) * buffers.nbytes, OUT)
-                    rows_of_dest = x + first.to(tl.int64) * il.multiple_of(x_stride, FACTOR)
-                    _put_rows(
-                        rows_of_dest, buffer + il.multiple_of(place, FACTOR), block * BLOCK_M,
-                        tl.minimum((block + 1) * BLOCK_M, rows), own_columns, x_stride,
-                        gathered_stride, dest, group, LINES, COLS, FACTOR,
-                    )
-                    il.signal(arrivals + me * per_source + block, stamp, dest, group)
+            _send_columns(
+                x, routes, buffers, arrivals, turn, own_buffer, stamp, group, me, per_source,
+                most_rows, own_columns, place, x_stride, gathered_stride, SENDERS, LINES, COLS,
+                FACTOR, BLOCK_M, SENDING,
+            )
     # 3. The others multiply rows whose columns have come from everywhere.
     matrices = Matrices(rows_of_x, w, N, K, gathered_stride, w_stride)
     tiles_n = (N + BLOCK_N - 1) // BLOCK_N
@@ -145,6 +133,34 @@ def all_to_all_gemm(
                 il.fill_nan(own_output(buffers, own_buffer, me, group, OUT), cells)
         il.clear_old(arrivals, WORLD_SIZE * per_source, epoch, group)
     il.advance_epoch(epochs, epoch)
+
+
+@triton.jit
+def _send_columns(
+    x, routes, buffers, arrivals, turn, own_buffer, stamp, group, me, per_source, most_rows,
+    columns, place, x_stride, gathered_stride, SENDERS: tl.constexpr, LINES: tl.constexpr,
+    COLS: tl.constexpr, FACTOR: tl.constexpr, BLOCK_M: tl.constexpr, SENDING: tl.constexpr,
+):
+    """Put this program's share of blocks of rows into their owners' buffers, and signal each."""
+    WORLD_SIZE: tl.constexpr = SENDING.world_size
+    OUT: tl.constexpr = tl.dtype(SENDING.dtype)
+    granted, numbers = granted_buffers(turn, own_buffer, stamp, group)
+    blocks = (most_rows + BLOCK_M - 1) // BLOCK_M
+    for task in range(tl.program_id(0), tl.where(granted, blocks * WORLD_SIZE, 0), SENDERS):
+        dest = (me + 1 + task % WORLD_SIZE) % WORLD_SIZE
+        block = task // WORLD_SIZE
+        first = tl.load(routes + dest * ROUTE + FIRST_ROW).to(tl.int32)
+        rows = tl.load(routes + dest * ROUTE + ROWS_SENT).to(tl.int32)
+        if block * BLOCK_M < rows:
+            number = tl.sum(tl.where(turn.peers == dest, numbers, 0))
+            buffer = il.pointer(buffers.address + number.to(tl.int64) * buffers.nbytes, OUT)
+            rows_of_dest = x + first.to(tl.int64) * il.multiple_of(x_stride, FACTOR)
+            _put_rows(
+                rows_of_dest, buffer + il.multiple_of(place, FACTOR), block * BLOCK_M,
+                tl.minimum((block + 1) * BLOCK_M, rows), columns, x_stride, gathered_stride, dest,
+                group, LINES, COLS, FACTOR,
+            )
+            il.signal(arrivals + me * per_source + block, stamp, dest, group)
 
 
 @triton.jit

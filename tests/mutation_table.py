@@ -598,6 +598,31 @@ MUTANTS = [
         "gemm/test_forms.py::test_what_is_remembered_keeps_nothing_alive",
     ),
     Mutant(
+        "interlace/comm/launching/kernels.py",
+        "        if value == 1:\n",
+        "        if value == 0:\n",
+        "comm/test_launches.py::test_what_a_kernel_is_compiled_for",
+    ),
+    Mutant(
+        "interlace/comm/launching/kernels.py",
+        "return kind if -_MIN_INT64 <= value < _MIN_INT64 else",
+        "return kind if True else",
+        "comm/test_launches.py::test_what_a_kernel_is_compiled_for",
+    ),
+    Mutant(
+        "interlace/costs/time.py",
+        "outer = left * (1 - left) / 6",
+        "outer = left * (1 - left) / 4",
+        "test_costs_time.py::test_corrections_of_any_rows_are_those_of_all_measured_calls",
+    ),
+    Mutant(
+        "interlace/operators/mixture_of_experts/__init__.py",
+        "limit = maximum if capacity is None else min(capacity, maximum)\n    known",
+        "limit = maximum\n    known",
+        "operators/mixture_of_experts/test_torch.py"
+        "::test_a_call_that_comes_again_is_found_before_it_is_validated",
+    ),
+    Mutant(
         "interlace/comm/launching/kernel_folder.py",
         "if override or dump or not _thread.is_ours:",
         "if override or dump:",

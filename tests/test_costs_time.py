@@ -14,7 +14,7 @@ import pytest
 from benchmarks import profile_fit
 from interlace.bench import machine_profile
 from interlace.costs.known_profiles import parse_profile, profile_of
-from interlace.costs.time import MachineProfile, SizedCall
+from interlace.costs.time import MachineProfile, SizedCall, place_of
 from interlace.errors import ConfigError
 from interlace.registry import operators
 
@@ -336,6 +336,23 @@ def test_corrections_count_near_measured_calls() -> None:
         us = corrected.predict_us("gemm_all_reduce", "chunked", each, "by_rank", (0, 0))
         assert us == pytest.approx(factor * composed_us(each), rel=0.01)
     assert corrections.factor("fused", call) == 1.0, "it was not measured"
+
+
+@pytest.mark.parametrize("shipped", SHIPPED, ids=lambda profile: profile.gpu)
+@pytest.mark.parametrize("rows", [1, 2, 7, 48, 1000, 1848, 5376, 40000])
+def test_corrections_of_any_rows_are_those_of_all_measured_calls(
+    shipped: MachineProfile, rows: int
+) -> None:
+    """Cubics through points along the rows take the place of sums over hundreds of calls."""
+    corrections = shipped.corrections["gemm_reduce_scatter"]
+    call = SizedCall(rows, 8192, 3584, 2, 2)
+    here = place_of(call.size)
+    distances = [math.dist(here, place_of(tuple(size))) for size in corrections.calls]
+    nearness = np.exp(-np.square(distances) / 2)
+    for name, weights in corrections.weights.items():
+        expected = math.exp(nearness @ np.array(weights))
+        assert corrections.common_factor(name, call) == pytest.approx(expected, rel=2e-4)
+    assert len(corrections.weights) > 3
 
 
 @pytest.mark.parametrize("shipped", SHIPPED, ids=lambda profile: profile.gpu)

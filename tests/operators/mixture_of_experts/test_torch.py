@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 import interlace
 from interlace import ArgumentError, ExpertActivation, MixtureOfExpertsConfig
+from interlace.comm.replay.replays import places
 from tests.errors import error_of
 from tests.operators.mixture_of_experts.calls import SMALL, Call, leaves_of
 
@@ -264,7 +265,12 @@ def _found_again(capacity: int | None) -> bool:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(door, "recalling_group", lambda *arguments: group)
         for module in (door, behind):
-            patch.setattr(module, "recall_key", lambda *key: repr(key))
+            # As on a GPU.
+            patch.setattr(
+                module,
+                "recall_key",
+                lambda operator, tensors, *options: (operator, *places(*tensors), *options),
+            )
         patch.setattr(type(group), "recall", lambda self, key: remembered.get(key))
         perform = type(group).perform
 
@@ -273,13 +279,16 @@ def _found_again(capacity: int | None) -> bool:
             return remembered[known]
 
         patch.setattr(type(group), "perform", remember)
+        validated = []
+        validate = door.validate
+        patch.setattr(door, "validate", lambda *each: validated.append(validate(*each)))
         results = [
             interlace.mixture_of_experts(
                 x, experts, weights.float().contiguous(), w_in, w_out, capacity=capacity
             )
             for _ in range(2)
         ]
-    return results[0] is results[1] and len(remembered) == 1
+    return results[0] is results[1] and len(remembered) == len(validated) == 1
 
 
 @pytest.mark.parametrize("capacity", [None, 2])

@@ -617,8 +617,8 @@ MUTANTS = [
     ),
     Mutant(
         "interlace/operators/mixture_of_experts/__init__.py",
-        "limit = maximum if capacity is None else min(capacity, maximum)\n    known",
-        "limit = maximum\n    known",
+        "tensors, world_size, _limit(x, capacity)",
+        "tensors, world_size, _limit(x, None)",
         "operators/mixture_of_experts/test_torch.py"
         "::test_a_call_that_comes_again_is_found_before_it_is_validated",
     ),

@@ -283,8 +283,6 @@ def mixture_of_experts(
             return y
     validate(*tensors, the_activation, capacity, world_size)
     _DECLARATION.validate_options(impl, config)
-    maximum = max(1, x.shape[0])
-    limit = maximum if capacity is None else min(capacity, maximum)
     keeps = _keeps_gradients(x, weights, w_in, w_out, b_in, b_out)
     text = "" if config is None else str(config)
     may_be_fused = ("fused", *_DECLARATION.choosers)
@@ -300,7 +298,7 @@ def mixture_of_experts(
         w_in_scale,
         w_out_scale,
         world_size,
-        limit,
+        _limit(x, capacity),
         default_name(group),
         impl,
         text,
@@ -332,17 +330,21 @@ def _recalled(
     # Weights that are copied lie elsewhere in each call.
     if weights.dtype != torch.float32 or not weights.is_contiguous():
         return None
-    maximum = max(1, x.shape[0])
-    limit = maximum if capacity is None else min(capacity, maximum)
     known = recall_key(
-        OPERATOR, tensors, world_size, limit, default_name(group), impl, "", str(activation),
-        False, False,
+        OPERATOR, tensors, world_size, _limit(x, capacity), default_name(group), impl, "",
+        str(activation), False, False,
     )  # fmt: skip
     if known is None:
         return None
     with past_autograd():
         result: tuple[torch.Tensor, Any] | None = known_to.recall(known)
     return None if result is None else result[0]
+
+
+def _limit(x: torch.Tensor, capacity: int | None) -> int:
+    """Return the rows that an expert takes from this rank, at most."""
+    maximum = max(1, x.shape[0])
+    return maximum if capacity is None else min(capacity, maximum)
 
 
 def _keeps_gradients(*tensors: torch.Tensor | None) -> bool:

@@ -337,7 +337,7 @@ class Saved(NamedTuple):
             new: Makes a tensor of a shape, a dtype and a device.
         """
         if not saves:
-            return Saved(*(torch.empty(0, dtype=dtype, device=x.device) for dtype in _dtypes(x)))
+            return _without_elements(x.dtype, x.device)
         rows = (sizes.arrivals, sizes.hidden), (sizes.gates, sizes.arrivals, sizes.ffn)
         return Saved(
             *numbers(sizes, x.device, new),
@@ -362,16 +362,16 @@ def numbers(
     return tuple(new(shape, dtype=torch.int32, device=device) for shape in shapes)
 
 
-def _dtypes(x: torch.Tensor) -> tuple[torch.dtype, ...]:
-    return *(torch.int32,) * 3, x.dtype, x.dtype
+def _without_elements(dtype: torch.dtype, device: torch.device) -> Saved:
+    dtypes = *(torch.int32,) * 3, dtype, dtype
+    return Saved(*(torch.empty(0, dtype=each, device=device) for each in dtypes))
 
 
 @functools.lru_cache(maxsize=64)
 def _nothing(dtype: torch.dtype, device: torch.device) -> Saved:
     # Tensors made in inference mode could not be used outside of it.
     with torch.inference_mode(False):
-        like = torch.empty(0, dtype=dtype, device=device)
-        return Saved(*(torch.empty_like(like, dtype=each) for each in _dtypes(like)))
+        return _without_elements(dtype, device)
 
 
 def push_tile(hidden: int, itemsize: int, num_warps: int, push_rows: int) -> tuple[int, int]:

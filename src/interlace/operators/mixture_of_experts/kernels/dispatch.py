@@ -99,6 +99,7 @@ def _push(
     PUSH_ROWS: tl.constexpr = PUSHING.rows
     ROWS: tl.constexpr = PUSHING.block_rows
     COLS: tl.constexpr = PUSHING.block_columns
+    BLOCK: tl.constexpr = SCALED // 4  # words of float8 that share a scale
     E, L, width = plan.E, plan.L, rows.width
     rank = il.rank(group)
     lanes = tl.arange(0, LANES.experts)
@@ -131,14 +132,13 @@ def _push(
                 value = tl.load(rows.x + source[:, None] + column, mask=mask)
                 il.put(target + offset[:, None] + column, value, owner, group, mask)
                 if rows.block_scales is not None:
-                    # A block is 32 words.
-                    block = (start + tl.arange(0, COLS // 32) * 32)[None, :] // 32
-                    has_block = (row < count)[:, None] & (block < width // 32)
+                    block = (tl.arange(0, COLS // BLOCK) + start // BLOCK)[None, :]
+                    has_block = (row < count)[:, None] & (block < width // BLOCK)
                     value = tl.load(
-                        rows.block_scales + source[:, None] // 32 + block, mask=has_block
+                        rows.block_scales + source[:, None] // BLOCK + block, mask=has_block
                     )
                     scale_target = il.pointer(buffer + rows.scale_bytes, tl.float32)
-                    scale_target += offset[:, None] // 32 + block
+                    scale_target += offset[:, None] // BLOCK + block
                     il.put(scale_target, value, owner, group, has_block)
             if rows.scales is not None:
                 scale = tl.load(rows.scales + slot, mask=row < count)

@@ -16,7 +16,9 @@ import torch
 import torch.distributed as dist
 
 import interlace
-from interlace.gemm import invariance
+from interlace.gemm import dispatch, invariance
+from interlace.gemm.config import GemmConfig
+from interlace.gemm.few_rows import FewRowsConfig
 from interlace.gemm.operator import GemmOperator, product_operator
 from interlace.nn import ColumnParallelLinear, RowParallelLinear
 from interlace.registry import BATCH_INVARIANT, operators
@@ -207,6 +209,17 @@ def test_ranks_must_agree_on_their_number(ranks: Any) -> None:
     for message in ranks(2).run(_disagreement):
         assert "impl must be the same on every rank" in message
         assert "ranks=4" in message
+
+
+def test_a_tile_leaves_registers_for_the_sums_that_wait() -> None:
+    """128 x 256 numbers of eight warps are 128 registers of a thread, as are 64 and two sums."""
+    wide = GemmConfig(block_m=128, block_n=256, num_warps=8)
+    assert [dispatch._tile_in_tree(wide, leaves).block_n for leaves in (1, 2, 4, 8)] == [
+        256, 256, 128, 128,
+    ]  # fmt: skip
+    few = GemmConfig(block_m=16, block_n=64, num_warps=4)
+    others = FewRowsConfig(rows=128, columns=256)
+    assert [dispatch._tile_in_tree(config, 8) for config in (few, others)] == [few, others]
 
 
 def test_what_the_mode_is(monkeypatch: pytest.MonkeyPatch) -> None:

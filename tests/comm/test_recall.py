@@ -181,6 +181,11 @@ def test_what_comes_again_may_become_a_graph(group: Group, monkeypatch: pytest.M
     assert not comes_again("a")
 
 
+def test_what_never_becomes_a_graph_is_seldom_tried_again(group: Group) -> None:
+    tried = [count for count in range(1, 40) if group.replays.comes_again("a")]
+    assert tried == [2, 3, 4, 8, 16, 32]
+
+
 def test_a_broken_group_is_found_out(group: Group) -> None:
     double, x = _Doubling(group), torch.ones(4)
     for _ in range(4):

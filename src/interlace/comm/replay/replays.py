@@ -45,6 +45,7 @@ _MAX_CANDIDATES = 4096  # calls that came once and are captured when they come a
 _MOST_TEMPORARY_BYTES = 1 << 27  # of a call that may become a graph
 _MAX_REMEMBERED = 4096  # calls whose work is found by their operands alone
 _IDLE_RUNS = 16 * _MAX_GRAPHS  # runs of other calls after which a graph may make room
+_MOST_TRIES = 4  # calls with the same operands, the first of which never becomes a graph
 
 
 AgainCall = Callable[..., Any]
@@ -129,7 +130,7 @@ class Replays:
         self._graphs: dict[Hashable, _Replayable] = {}
         self._remembered: dict[Hashable, _Remembered] = {}
         self._alike: dict[Hashable, AgainCall] = {}
-        self._seen: dict[Hashable, None] = {}
+        self._seen: dict[Hashable, int] = {}
         self._candidates: dict[Hashable, tuple[torch.Tensor, ...]] = {}
         # Tables of the call that is being enqueued for the first time; None at all other times.
         self._tables: list[torch.Tensor] | None = None
@@ -255,16 +256,19 @@ class Replays:
             self._alike[form] = again
 
     def comes_again(self, operands: Hashable) -> bool:
-        """Return whether a call with these operands has been asked about before, and may become a
-        graph. What comes once is not worth what a graph needs to know of it.
+        """Return whether a call with these operands, of which no graph was found, is to become one.
+
+        What comes once is not worth what a graph needs to know of it. Where operands come again and
+        the call's other memory is always elsewhere, no graph is ever found: so it is tried three
+        times, and then when they have come 8, 16, 32 times and so on.
         """
         if operands is None or (len(self._graphs) >= _MAX_GRAPHS and self._runs < self._full_until):
             return False
-        if operands in self._seen:
-            return True
-        _drop_oldest(self._seen, _MAX_CANDIDATES)
-        self._seen[operands] = None
-        return False
+        count = self._seen.get(operands, 0) + 1
+        if count == 1:
+            _drop_oldest(self._seen, _MAX_CANDIDATES)
+        self._seen[operands] = count
+        return 1 < count <= _MOST_TRIES or (count > 1 and count & (count - 1) == 0)
 
     def forget(self) -> None:
         """Remember no call any more, as ranks have agreed on another way to run some."""

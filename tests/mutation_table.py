@@ -587,15 +587,27 @@ MUTANTS = [
     ),
     Mutant(
         "interlace/comm/replay/replays.py",
-        "        if operands in self._seen:\n            return True",
-        "        if operands in self._seen:\n            return False",
-        "comm/test_recall.py::test_what_comes_again_may_become_a_graph",
+        "return 1 < count <= _MOST_TRIES or",
+        "return",
+        "comm/test_recall.py::test_what_never_becomes_a_graph_is_seldom_tried_again",
     ),
     Mutant(
         "interlace/gemm/launch.py",
         "            if name not in names and name not in self._memory",
         "            if name not in names",
         "gemm/test_forms.py::test_what_is_remembered_keeps_nothing_alive",
+    ),
+    Mutant(
+        "interlace/gemm/dispatch.py",
+        "    most = _MOST_IN_TREE * 32 * config.num_warps",
+        "    most = 2 * _MOST_IN_TREE * 32 * config.num_warps",
+        "gemm/test_rank_invariance.py::test_a_tile_leaves_registers_for_the_sums_that_wait",
+    ),
+    Mutant(
+        "interlace/integrations/sglang.py",
+        "            return not is_capturing()",
+        "            return is_capturing()",
+        "integrations/test_sglang.py::test_short_calls_of_an_eager_engine_are_left_alone",
     ),
     Mutant(
         "interlace/comm/launching/kernels.py",

@@ -16,8 +16,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from interlace.compile.findings import LeftAlone
 from interlace.gemm.operands import FLOAT8
 from interlace.integrations import sglang
+from interlace.registry import operator_matching
+from interlace.tuning.choice import Choice
 from tests.integrations import float8_kernels
 
 K, N = 16, 12
@@ -218,3 +221,31 @@ def test_what_sglang_promises(ranks: Any, by_variable: bool) -> None:
             "SGLang's inference is to be deterministic",
             "an operand requires a gradient",
         ]
+
+
+@pytest.mark.parametrize("module", sglang._CAPTURES)
+def test_short_calls_of_an_eager_engine_are_left_alone(
+    module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that does not say whether it captures gets what it would in a graph."""
+    operator = operator_matching("gemm", "all_reduce")
+    short = {"pushed": 43.0, "unfused": 90.0, "symm_mem": 88.0}
+    long = {"fused": 500.0, "unfused": 601.0}
+
+    def refusal(times_us: dict[str, float], faster: tuple[str, ...]) -> str | None:
+        choice = Choice(next(iter(times_us)), None, "", times_us=times_us, faster=faster)
+        try:
+            sglang._require_gain(operator, choice)  # type: ignore[arg-type]
+        except LeftAlone as reason:
+            return str(reason)
+        return None
+
+    assert refusal(short, ()) == "the operator is not known to be faster at these sizes"
+    assert refusal(short, ("pushed",)) is None
+    runner: Any = ModuleType(module)
+    monkeypatch.setitem(sys.modules, module, runner)
+    runner.get_is_capture_mode = lambda: True
+    assert refusal(short, ("pushed",)) is None
+    runner.get_is_capture_mode = lambda: False
+    assert "host takes longer" in str(refusal(short, ("pushed",)))
+    assert refusal(long, ("fused",)) is None

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+import interlace
 from interlace.clients import CLIENTS, is_on
-from interlace.comm.groups.registration import entrance
 from interlace.compile.choice import usable_ranks
 from interlace.compile.findings import LeftAlone
 from interlace.counting import calls_of
@@ -19,7 +21,8 @@ from interlace.gemm.operands import FLOAT8, FLOATS, contiguous_dimension
 from interlace.gemm.scaled import SCALE_BLOCK
 from interlace.gemm.terms import default_output_dtype
 from interlace.integrations import hosts
-from interlace.registry import operator_matching
+from interlace.registry import Operator, operator_matching
+from interlace.tuning.choice import Choice
 
 TARGET = "sglang.srt.layers.linear.RowParallelLinear.forward"
 
@@ -28,6 +31,18 @@ _OTHER_FORMATS = ("use_marlin", "use_mxfp8", "block_fp8_as_mxfp8")
 
 _BLOCKS = (FLOAT8, torch.float32)
 """The dtypes of a weight in blocks and of its scales."""
+
+_CAPTURES = (
+    "sglang.srt.model_executor.runner_utils.capture_mode",
+    "sglang.srt.model_executor.cuda_graph_runner",
+)
+"""The modules in which SGLang's versions say whether they capture CUDA graphs."""
+
+_HOST_US = 300.0
+"""The least time of a product and an all-reduce for which an eager call is taken over. The host of
+SGLang 0.5.17 takes 0.9 ms for each such layer and what is around it, so the GPU waits for short
+ones: an eager prefill of 200 tokens, of 88 and 135 us, lost 12 % by longer calls (docs/sglang.md).
+"""
 
 calls = calls_of("sglang")
 """Counts of the layer's calls in this process."""
@@ -82,8 +97,7 @@ def forward(
             raise LeftAlone("SGLang's inference is to be deterministic")
         if skip_all_reduce or output_tensor is not None:
             raise LeftAlone("the caller does not want the sum, or brings memory for it")
-        group_name = _require_all_reduce(layer, forward_batch)
-        y = _reduced_product(layer, input_, group_name)
+        y = _reduced_product(layer, input_, _require_all_reduce(layer, forward_batch))
     except LeftAlone as refusal:
         calls.leave("RowParallelLinear", str(refusal))
         return original(layer, input_, skip_all_reduce, forward_batch, output_tensor)
@@ -109,8 +123,8 @@ def _is_deterministic() -> bool:
     return False
 
 
-def _require_all_reduce(layer: Any, forward_batch: Any) -> str:
-    """Return the name of the process group in which ``layer`` reduces its product.
+def _require_all_reduce(layer: Any, forward_batch: Any) -> dist.ProcessGroup:
+    """Return the process group in which ``layer`` reduces its product.
 
     Raises:
         LeftAlone: The layer does something else than a product and an all-reduce.
@@ -136,8 +150,8 @@ def _require_all_reduce(layer: Any, forward_batch: Any) -> str:
         raise LeftAlone("the sum travels in a quantised format")
     if not layer.input_is_parallel:
         raise LeftAlone("the layer cuts its input itself")
-    name: str = group.device_group.group_name
-    return name
+    process_group: dist.ProcessGroup = group.device_group
+    return process_group
 
 
 def _group_of(layer: Any) -> Any:
@@ -180,7 +194,27 @@ def _has_blocks(layer: Any) -> bool:
     return True
 
 
-def _reduced_product(layer: Any, x: torch.Tensor, group_name: str) -> torch.Tensor:
+def _require_gain(operator: Operator, choice: Choice[Any]) -> None:
+    """Raise :class:`LeftAlone` if a call is not known to be faster, or SGLang would not be."""
+    if choice.impl not in choice.faster:
+        raise LeftAlone("the operator is not known to be faster at these sizes")
+    pairs_us = (choice.times_us[name] for name in operator.pairs_among(choice.times_us))
+    if _is_eager() and min(pairs_us, default=math.inf) < _HOST_US:
+        raise LeftAlone("outside of CUDA graphs SGLang's host takes longer than so small a product")
+
+
+def _is_eager() -> bool:
+    """Return whether SGLang calls a layer to run it at once, rather than to capture a CUDA graph or
+    to warm up for that; False where it does not say so.
+    """
+    for module in _CAPTURES:
+        is_capturing = getattr(sys.modules.get(module), "get_is_capture_mode", None)
+        if is_capturing is not None:
+            return not is_capturing()
+    return False
+
+
+def _reduced_product(layer: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Multiply ``x [..., K]`` by the layer's weight and add up the products of all ranks.
 
     Raises:
@@ -200,7 +234,7 @@ def _reduced_product(layer: Any, x: torch.Tensor, group_name: str) -> torch.Tens
         raise LeftAlone("an operand requires a gradient")
     if weight.dim() != 2 or contiguous_dimension(weight) is None or not x.numel():
         raise LeftAlone("the operands are not matrices")
-    ranks = usable_ranks(group_name, x.device)
+    ranks = usable_ranks(group.group_name, x.device)
     rows = x.reshape(-1, x.shape[-1])
     columns, inner = weight.shape
     operator = operator_matching("gemm", "all_reduce")
@@ -209,9 +243,8 @@ def _reduced_product(layer: Any, x: torch.Tensor, group_name: str) -> torch.Tens
         device=x.device, **({"has_block_scales": True} if has_blocks else {}),
     )  # fmt: skip
     # In Interlace's own mode, a choice by time would depend on the number of rows.
-    is_by_time = x.device.type == "cuda" and not invariance.is_enabled()
-    if is_by_time and choice.impl not in choice.faster:
-        raise LeftAlone("the operator is not known to be faster at these sizes")
+    if x.device.type == "cuda" and not invariance.is_enabled():
+        _require_gain(operator, choice)
     x_scale, w_scale = None, None
     if has_blocks:
         from sglang.kernels.ops.quantization.fp8_kernel import sglang_per_token_group_quant_fp8
@@ -220,8 +253,8 @@ def _reduced_product(layer: Any, x: torch.Tensor, group_name: str) -> torch.Tens
             rows.contiguous(), SCALE_BLOCK, column_major_scales=True
         )
         w_scale = layer.weight_scale_inv
-    with torch.no_grad():
-        y: torch.Tensor = entrance(operator.name)(
-            rows, weight, bias, x_scale, w_scale, x.dtype, group_name, "auto", ""
-        )
+    # No operand requires a gradient, so the function finds a call that comes again first of all.
+    y = interlace.gemm_all_reduce(
+        rows, weight, bias, x_scale=x_scale, w_scale=w_scale, out_dtype=x.dtype, group=group
+    )
     return y.view(*x.shape[:-1], columns)

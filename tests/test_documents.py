@@ -469,11 +469,32 @@ def test_gains_on_the_first_page_are_those_that_were_measured() -> None:
         assert text.format(f"{least:.0f} to {most:.0f}") in engines
     assert f"{100 * (_engines('new_ms') - 1):.0f} % *lost*" in engines
 
+    file = "2026-11-29-sglang_engine-2xh200.json"
+    decoding = [_engines("decode_us", each, file=file) for each in ("1", "8", "32", "128")]
+    prefills = [_engines("prefill_ms", each, file=file) for each in ("200", "1000", "2000", "4096")]
+    row = _row("SGLang")
+    least, most = _less(decoding[:2])
+    assert f"decoding {least:.0f} to {most:.0f} % with 1 and 8 sequences, none with 32" in row
+    assert [round(100 * ratio) for ratio in decoding[2:]] == [100, 100]
+    least, most = _less(prefills[2:])
+    assert f"2000 and 4096 tokens {least:.0f} to {most:.0f} %" in row
+    lost = " and ".join(f"{100 * (ratio - 1):.0f}" for ratio in prefills[:2])
+    assert f"of 200 and 1000 {lost} % *lost*" in row
 
-def _engines(*keys: str) -> float:
+    ratios = sorted(
+        each["auto"]["graph"]["median_us"] / each["bfloat16"]["graph"]["median_us"]
+        for each in _results("2026-11-29-experts-float8-2xh200.json")
+    )
+    least, most = _less(ratios[:-1])
+    row = _row("float8")
+    assert f"experts {least:.0f} to {most:.0f} % of" in row
+    assert f"one case of {len(ratios)} {100 * (ratios[-1] - 1):.0f} % *lost*" in row
+
+
+def _engines(*keys: str, file: str = "2026-11-28-vllm_engine-2xh200-llama-70b.json") -> float:
     """Return what engines with Interlace take of those without, both on the mean of repeats."""
     times: dict[str, float] = dict.fromkeys(("with", "without"), 0.0)
-    for engine in _results("2026-11-28-vllm_engine-2xh200-llama-70b.json"):
+    for engine in _results(file):
         value = engine
         for key in keys:
             value = value[key]

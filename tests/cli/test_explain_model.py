@@ -133,10 +133,10 @@ def test_the_page_shows_what_is_printed() -> None:
     # The first page has some of these lines.
     readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
     some = readme.split("$ interlace explain --model")[1].split("```")[0].splitlines()[1:]
-    assert len(some) == 4
-    assert set(some[:3]) <= set(printed)
+    assert len(some) == 5
+    assert set(some[:4]) <= set(printed)
     *_, layer = (line.split() for line in printed if line.startswith("layer"))
-    assert some[3].split()[-3:] == layer[1:4]
+    assert some[4].split()[-3:] == layer[1:4]
 
 
 def test_single_calls_say_so_too(tmp_path: Path) -> None:

@@ -33,6 +33,9 @@ machine, which is no fault.
 
 _COLOURS = {OK: "green", MISSING: "red", ABSENT: "dim"}
 
+_MOST_LETTERS = 60
+"""Letters of a running program's command that are shown."""
+
 _RANK_BYTES = 2**31
 """The GPU memory of a small rank: its context, torch, and the operators' workspaces."""
 
@@ -98,7 +101,7 @@ def print_rows(console: Console, rows: list[Row], *, verdicts: int = 0) -> None:
 
 def check_all() -> list[Row]:
     """Return all checks; the last two rows are the verdicts on the backends."""
-    rows = [*check_packages(), *check_cpu(), check_limit()]
+    rows = [*check_packages(), *check_cpu(), check_limit(), *check_programs()]
     cuda = check_cuda()
     # The interpreter needs shared memory and numpy, compiled kernels do not.
     cpu_needs = _missing(rows, ignored=())
@@ -230,7 +233,7 @@ def check_cpu() -> list[Row]:
 
 def check_limit() -> Row:
     """Return the limit of symmetric memory, and how to see what a program holds."""
-    check, held = "limit of workspaces", "interlace.group_of().workspace_bytes() in a program"
+    check, held = "limit of workspaces", "a row for each running program"
     try:
         limit = byte_count(LIMIT_VARIABLE)
     except ArgumentError as error:
@@ -239,7 +242,28 @@ def check_limit() -> Row:
         meaning = f"none ({LIMIT_VARIABLE} is not set): operators take the memory that they need"
     else:
         meaning = f"{format_memory(limit)} of symmetric memory per rank and group, for operators"
-    return Row(check, OK, f"{meaning}; {held} says what they hold")
+    return Row(check, OK, f"{meaning}; {held} says what its operators hold")
+
+
+def check_programs() -> list[Row]:
+    """Return what each running program of this user holds of symmetric memory."""
+    try:
+        from interlace.comm.host.held_memory import running_programs
+    except ImportError:  # without torch there is none
+        return []
+    rows = []
+    for program in running_programs():
+        groups = []
+        for rank, world_size, device, nbytes in program.held:
+            sizes = [f"{name} {format_memory(size)}" for name, size in sorted(nbytes.items())]
+            total = format_memory(sum(nbytes.values()))
+            parts = f" ({', '.join(sizes)})" if sizes else ""
+            groups.append(
+                f"rank {rank} of {world_size} on {device} holds {total} of symmetric memory{parts}"
+            )
+        meaning = f"{program.command[:_MOST_LETTERS]}: {'; '.join(groups)}"
+        rows.append(Row(f"program {program.number}", OK, meaning))
+    return rows
 
 
 def _pass_memory() -> None:

@@ -156,6 +156,7 @@ class OutputPool:
         replays: Replays,
         allocate: Callable[[int], Block],
         any_rank_now: Callable[[str, bool], bool],
+        show: Callable[[], None],
     ) -> None:
         """Create an empty pool.
 
@@ -166,9 +167,11 @@ class OutputPool:
             replays: Know whether that capture is a graph of the group's own.
             allocate: Allocates so many bytes of symmetric memory; collective.
             any_rank_now: Returns whether an answer is True on any rank; collective.
+            show: Is called when the pool has grown.
         """
         self._members, self._health, self._streams = members, health, streams
         self._replays, self._allocate, self._any_rank_now = replays, allocate, any_rank_now
+        self._show = show
         self._space: _Space | None = None
         self._retained: list[_Space] = []
 
@@ -256,4 +259,5 @@ class OutputPool:
                 self._retained.append(previous)
             space = _Space(block, size, [False] * BUFFERS, [None] * (BUFFERS + 1))
             self._space = space
+        self._show()
         return space

@@ -15,6 +15,7 @@ from interlace.comm.groups.reservation import Reservation, WorkspaceSize
 from interlace.comm.host.agreement import Agreement
 from interlace.comm.host.channel import HostChannel
 from interlace.comm.host.health import Health
+from interlace.comm.host.held_memory import HeldMemory, record
 from interlace.comm.replay.memory import Block, Heap, SoloHeap, call_when_gone, releases
 from interlace.comm.replay.replays import Replays
 from interlace.comm.runtime.ordinary import makes_ordinary_tensors
@@ -138,11 +139,12 @@ class SymmetricMemory:
         self._retained: dict[str, list[Workspace]] = {}
         self.outputs = OutputPool(
             channel.members, health, streams, replays, self._allocate_outputs,
-            agreement.any_rank_now,
+            agreement.any_rank_now, self.show,
         )  # fmt: skip
         # Kernels that are running when the group goes still use the workspaces.
         held = [self.workspaces, self._retained]
         call_when_gone(self, streams.device, held.clear)
+        call_when_gone(self, streams.device, record.write)
 
     def allocate(self, nbytes: int, pieces: int = 1) -> Block:
         """Allocate ``pieces`` times ``nbytes`` of symmetric memory. Collective.
@@ -213,6 +215,7 @@ class SymmetricMemory:
                 return None
             block = self._grow_rows(size)
             blocks.append(block)
+            self.show()
         rows = block.part_of(self._members.rank, self._streams.device, shape, dtype)
         self._known_rows[slot, tuple(shape), dtype] = rows
         return rows
@@ -243,6 +246,15 @@ class SymmetricMemory:
         if self._rows:
             held["rows"] = sum(block.nbytes for blocks in self._rows.values() for block in blocks)
         return held
+
+    def held(self) -> HeldMemory:
+        """Return :meth:`held_bytes` for other programs to read."""
+        members, device = self._members, str(self._streams.device)
+        return HeldMemory(members.rank, members.world_size, device, self.held_bytes())
+
+    def show(self) -> None:
+        """Let other programs read what is held from now on."""
+        record.write(self)
 
     def room_bytes(self) -> int | None:
         """Return the bytes that the limit leaves beside what is held; None for no limit."""
@@ -392,6 +404,7 @@ class SymmetricMemory:
             self.workspaces[operator] = workspace
             if previous is not None and is_captured:
                 self._retained.setdefault(operator, []).append(previous)
+        self.show()
         return workspace
 
     def clear(self) -> None:
@@ -406,6 +419,7 @@ class SymmetricMemory:
         self._rows.clear()
         self._known_rows.clear()
         self.outputs.release()
+        self.show()
 
 
 def _grown(size: WorkspaceSize, previous: Workspace | None) -> WorkspaceSize:

@@ -218,6 +218,7 @@ def _make_output(output: KeptOutput, call: GemmCall, *, replace: bool) -> Fused 
         del group.kept[key]
         for owner in [entry for entry in group.memory.mapped if entry[1] == key]:
             del group.memory.mapped[owner]
+    group.memory.show()
     return product
 
 

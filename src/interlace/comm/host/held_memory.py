@@ -1,0 +1,130 @@
+"""Show other programs of the user what this process holds of symmetric memory.
+
+The record is an anonymous file, which ``/proc`` shows by its name. It goes with the process, so
+nothing is left behind, and only the user and root can open it.
+
+Source: memfd_create(2), proc_pid_fd(5).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple, Protocol
+from weakref import WeakSet
+
+_NAME = "interlace-memory"
+_MOST_BYTES = 1 << 20
+_TRIES = 3
+"""Times that a record is read which is being written meanwhile."""
+
+
+class HeldMemory(NamedTuple):
+    """Say what a rank holds of symmetric memory.
+
+    Attributes:
+        rank: The rank in the group.
+        world_size: The group's ranks.
+        device: The device of the memory, as text.
+        nbytes: Bytes by name, as ``Group.workspace_bytes`` has them.
+    """
+
+    rank: int
+    world_size: int
+    device: str
+    nbytes: Mapping[str, int]
+
+
+class Program(NamedTuple):
+    """Describe a running process that has used operators.
+
+    Attributes:
+        number: Its number (PID).
+        command: Its command, its words with blanks between them.
+        held: What it holds, by group.
+    """
+
+    number: int
+    command: str
+    held: list[HeldMemory]
+
+
+class Holder(Protocol):
+    """Anything that holds symmetric memory of a group."""
+
+    def held(self) -> HeldMemory:
+        """Return what it holds now."""
+
+
+class _Record:
+    """The record of this process."""
+
+    def __init__(self) -> None:
+        self._holders: WeakSet[Holder] = WeakSet()
+        self._lock = threading.Lock()
+        self._file, self._process = -1, 0
+
+    def write(self, holder: Holder | None = None) -> None:
+        """Write what all holders hold, of which ``holder`` is one from now on.
+
+        Where there are no anonymous files, nothing is shown. What another thread's group holds may
+        change meanwhile, and is written then.
+        """
+        with self._lock, contextlib.suppress(OSError, AttributeError, RuntimeError):
+            if self._process != os.getpid():  # a forked process has a record of its own
+                self._file, self._process = os.memfd_create(_NAME), os.getpid()
+                self._holders.clear()
+            if holder is not None:
+                self._holders.add(holder)
+            text = json.dumps([each.held()._asdict() for each in self._holders]).encode()
+            os.pwrite(self._file, text, 0)
+            os.ftruncate(self._file, len(text))
+
+
+record = _Record()
+
+
+def running_programs() -> Iterator[Program]:
+    """Yield this user's running processes that have a record, by their numbers."""
+    seen = set()
+    processes = sorted(Path("/proc").glob("[0-9]*"), key=lambda folder: int(folder.name))
+    for folder in processes:
+        # Other users' files cannot be listed, and a process may end at any time.
+        with contextlib.suppress(OSError):
+            for link in (folder / "fd").iterdir():
+                if os.readlink(link) != f"/memfd:{_NAME} (deleted)":
+                    continue
+                identity = link.stat().st_ino
+                held = None if identity in seen else _read(link)
+                seen.add(identity)  # a forked process has its parent's as well
+                if held is not None:
+                    words = (folder / "cmdline").read_bytes().split(b"\0")
+                    command = " ".join(word.decode(errors="replace") for word in words).strip()
+                    yield Program(int(folder.name), command, held)
+
+
+def _read(link: Path) -> list[HeldMemory] | None:
+    """Return a record, or None if it is none."""
+    for _ in range(_TRIES):
+        with link.open("rb") as file, contextlib.suppress(ValueError, TypeError, KeyError):
+            return [_parsed(each) for each in json.loads(file.read(_MOST_BYTES))]
+    return None
+
+
+def _parsed(entry: Mapping[str, object]) -> HeldMemory:
+    """Return an entry of a record.
+
+    Raises:
+        ValueError, TypeError, KeyError: It is none.
+    """
+    held = HeldMemory(**{name: entry[name] for name in HeldMemory._fields})  # type: ignore[arg-type]
+    if not isinstance(held.nbytes, dict) or not isinstance(held.device, str):
+        raise TypeError("a record must have a device and bytes by name")
+    numbers = [held.rank, held.world_size, *held.nbytes.values()]
+    if not all(isinstance(number, int) for number in numbers):
+        raise TypeError("ranks and bytes must be integers")
+    return held

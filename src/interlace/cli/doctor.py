@@ -251,19 +251,10 @@ def check_programs() -> list[Row]:
         from interlace.comm.host.held_memory import running_programs
     except ImportError:  # without torch there is none
         return []
-    rows = []
-    for program in running_programs():
-        groups = []
-        for rank, world_size, device, nbytes in program.held:
-            sizes = [f"{name} {format_memory(size)}" for name, size in sorted(nbytes.items())]
-            total = format_memory(sum(nbytes.values()))
-            parts = f" ({', '.join(sizes)})" if sizes else ""
-            groups.append(
-                f"rank {rank} of {world_size} on {device} holds {total} of symmetric memory{parts}"
-            )
-        meaning = f"{program.command[:_MOST_LETTERS]}: {'; '.join(groups)}"
-        rows.append(Row(f"program {program.number}", OK, meaning))
-    return rows
+    return [
+        Row(f"program {number}", OK, f"{command[:_MOST_LETTERS]}: {'; '.join(map(str, held))}")
+        for number, command, held in running_programs()
+    ]
 
 
 def _pass_memory() -> None:

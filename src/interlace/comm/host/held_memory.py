@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 from weakref import WeakSet
 
+from interlace.units import format_memory
+
 _NAME = "interlace-memory"
 _MOST_BYTES = 1 << 20
 _TRIES = 3
@@ -37,6 +39,15 @@ class HeldMemory(NamedTuple):
     world_size: int
     device: str
     nbytes: Mapping[str, int]
+
+    def __str__(self) -> str:
+        sizes = [f"{name} {format_memory(size)}" for name, size in sorted(self.nbytes.items())]
+        total = format_memory(sum(self.nbytes.values()))
+        parts = f" ({', '.join(sizes)})" if sizes else ""
+        return (
+            f"rank {self.rank} of {self.world_size} on {self.device} holds {total} of symmetric "
+            f"memory{parts}"
+        )
 
 
 class Program(NamedTuple):

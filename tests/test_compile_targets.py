@@ -519,13 +519,16 @@ def _gemm_all_to_all_columns():
 
 def _all_to_all_gemm():
     """As there, and a single rank's own product."""
+    from interlace.operators.all_to_all_gemm.kernel import ColumnPushing
+
     sizes = dict.fromkeys(("own_columns", "place", "gathered_stride", "y_stride", "cells"), "i32")
-    moved = {"SENDERS": 16, "LINES": 32, "COLS": 512, "FACTOR": 16}
+    moved = {"PUSHING": ColumnPushing(16, 32, 512, 16)}
     (types, constants), _, (pointers, stores), *_ = _products()
     described = {"x": "*bf16", "result": "tensordesc<bf16[64, 64]>"}
     yield types | sizes | described, constants | moved
     alone = stores["SENDING"]._replace(world_size=1)
-    for more in ({}, {"SENDING": alone, "SENDERS": 0, "bias": None}):
+    none = {"SENDING": alone, "PUSHING": ColumnPushing(0, 32, 512, 16), "bias": None}
+    for more in ({}, none):
         yield pointers | sizes, stores | moved | {"gathered": None} | more
 
 

@@ -26,7 +26,7 @@ from interlace.units import ceil_div
 
 NAME = "all_to_all_gemm"
 
-_MOVED = {"LINES": 32, "COLS": 512}  # rows and columns that a sender has in flight at a time
+_MOVED = 32, 512  # rows and columns that a sender has in flight at a time
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -202,10 +202,10 @@ def prepare(
         arguments,
         {
             **shared,
-            "SENDERS": senders,
             # The kernel takes these numbers as they come, so Triton does not look at them.
-            "FACTOR": math.gcd(16, counts[me], first_column, stride, gathered_stride),
-            **_MOVED,
+            "PUSHING": kernel.ColumnPushing(
+                senders, *_MOVED, math.gcd(16, counts[me], first_column, stride, gathered_stride)
+            ),
         },
         (operands, gathered, y),
     )

@@ -1,5 +1,7 @@
 """The kernel of ``all_to_all_gemm``; README.md explains the protocol."""
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -9,6 +11,38 @@ from interlace.gemm.kernels.grants import (
 )
 from interlace.gemm.kernels.places import FIRST_ROW, HEADER, ROUTE, ROWS_SENT, TICKETS
 from interlace.gemm.kernels.tiles import Matrices, add_bias, cells_of, multiply_tile, tile_place
+
+
+class ColumnPushing(NamedTuple):
+    """The constants that say how columns are sent.
+
+    Attributes:
+        programs: Programs that send.
+        lines, columns: The rows and columns that a program has in flight at a time.
+        factor: What divides the columns that leave, their place, and the strides.
+    """
+
+    programs: Any
+    lines: Any
+    columns: Any
+    factor: Any
+
+
+class LeavingColumns(NamedTuple):
+    """The columns that leave, and where they go in the rows of the owners' buffers.
+
+    Attributes:
+        x: This rank's columns of all rows.
+        width: Columns.
+        place: The column of a gathered row where they begin.
+        stride, gathered_stride: Elements from one row to the next, here and in the buffers.
+    """
+
+    x: Any
+    width: Any
+    place: Any
+    stride: Any
+    gathered_stride: Any
 
 
 @triton.jit(
@@ -21,14 +55,14 @@ from interlace.gemm.kernels.tiles import Matrices, add_bias, cells_of, multiply_
 def all_to_all_gemm(
     x, w, bias, gathered, buffers, own_buffer, result, y_address, signals, epochs, ctx, routes,
     call, per_source, most_rows, own_rows, own_columns, place, cells, N, K, x_stride,
-    gathered_stride, w_stride, y_stride, SENDERS: tl.constexpr, LINES: tl.constexpr,
-    COLS: tl.constexpr, FACTOR: tl.constexpr, SENDING: tl.constexpr, TILING: tl.constexpr,
+    gathered_stride, w_stride, y_stride, PUSHING: tl.constexpr, SENDING: tl.constexpr,
+    TILING: tl.constexpr,
 ):
     """Send this rank's columns to the owners of their rows, and multiply this rank's rows of all
     ranks' columns as they arrive.
 
     Protocol: every rank takes a free buffer for its gathered rows; program 0 *grants* it to every
-    source. The first ``SENDERS`` programs wait for all grants, and then go round over blocks of
+    source. The first ``PUSHING.programs`` programs wait for all grants, and then go round over blocks of
     BLOCK_M rows of all ranks, first blocks first and of each block the neighbour's rows first: they
     put this rank's columns of them into the owner's buffer, at column ``place``, and set the signal
     ``[me][block]`` there. This rank's own rows go the same way. The other programs draw tiles of the
@@ -58,6 +92,7 @@ def all_to_all_gemm(
     BLOCK_M: tl.constexpr = TILING.block_m
     BLOCK_N: tl.constexpr = TILING.block_n
     GROUP_M: tl.constexpr = TILING.group_m
+    SENDERS: tl.constexpr = PUSHING.programs
     program, programs = tl.program_id(0), tl.num_programs(0)
     epoch, stamp, group, me = il.enter(epochs, ctx, call)
     flags = il.pointer(signals, tl.int32)
@@ -72,10 +107,10 @@ def all_to_all_gemm(
             grant_buffer(turn, own_buffer, stamp, group)
         # 2. Senders bring this rank's columns to the owners of their rows.
         if program < SENDERS:
+            leaving = LeavingColumns(x, own_columns, place, x_stride, gathered_stride)
             _send_columns(
-                x, routes, buffers, arrivals, turn, own_buffer, stamp, group, me, per_source,
-                most_rows, own_columns, place, x_stride, gathered_stride, SENDERS, LINES, COLS,
-                FACTOR, BLOCK_M, SENDING,
+                leaving, routes, buffers, arrivals, turn, own_buffer, stamp, group, me, per_source,
+                most_rows, BLOCK_M, PUSHING, SENDING,
             )
     # 3. The others multiply rows whose columns have come from everywhere.
     matrices = Matrices(rows_of_x, w, N, K, gathered_stride, w_stride)
@@ -137,16 +172,16 @@ def all_to_all_gemm(
 
 @triton.jit
 def _send_columns(
-    x, routes, buffers, arrivals, turn, own_buffer, stamp, group, me, per_source, most_rows,
-    columns, place, x_stride, gathered_stride, SENDERS: tl.constexpr, LINES: tl.constexpr,
-    COLS: tl.constexpr, FACTOR: tl.constexpr, BLOCK_M: tl.constexpr, SENDING: tl.constexpr,
+    leaving, routes, buffers, arrivals, turn, own_buffer, stamp, group, me, per_source, most_rows,
+    BLOCK_M: tl.constexpr, PUSHING: tl.constexpr, SENDING: tl.constexpr,
 ):
     """Put this program's share of blocks of rows into their owners' buffers, and signal each."""
     WORLD_SIZE: tl.constexpr = SENDING.world_size
+    FACTOR: tl.constexpr = PUSHING.factor
     OUT: tl.constexpr = tl.dtype(SENDING.dtype)
     granted, numbers = granted_buffers(turn, own_buffer, stamp, group)
     blocks = (most_rows + BLOCK_M - 1) // BLOCK_M
-    for task in range(tl.program_id(0), tl.where(granted, blocks * WORLD_SIZE, 0), SENDERS):
+    for task in range(tl.program_id(0), tl.where(granted, blocks * WORLD_SIZE, 0), PUSHING.programs):
         dest = (me + 1 + task % WORLD_SIZE) % WORLD_SIZE
         block = task // WORLD_SIZE
         first = tl.load(routes + dest * ROUTE + FIRST_ROW).to(tl.int32)
@@ -154,28 +189,26 @@ def _send_columns(
         if block * BLOCK_M < rows:
             number = tl.sum(tl.where(turn.peers == dest, numbers, 0))
             buffer = il.pointer(buffers.address + number.to(tl.int64) * buffers.nbytes, OUT)
-            rows_of_dest = x + first.to(tl.int64) * il.multiple_of(x_stride, FACTOR)
+            rows_of_dest = leaving.x + first.to(tl.int64) * il.multiple_of(leaving.stride, FACTOR)
             _put_rows(
-                rows_of_dest, buffer + il.multiple_of(place, FACTOR), block * BLOCK_M,
-                tl.minimum((block + 1) * BLOCK_M, rows), columns, x_stride, gathered_stride, dest,
-                group, LINES, COLS, FACTOR,
+                rows_of_dest, buffer + il.multiple_of(leaving.place, FACTOR), block * BLOCK_M,
+                tl.minimum((block + 1) * BLOCK_M, rows), leaving, dest, group, PUSHING,
             )
             il.signal(arrivals + me * per_source + block, stamp, dest, group)
 
 
 @triton.jit
-def _put_rows(
-    source, target, row, end, columns, source_stride, target_stride, dest, group,
-    LINES: tl.constexpr, COLS: tl.constexpr, FACTOR: tl.constexpr,
-):
-    """Put ``columns`` columns of rows ``row`` to ``end`` into a peer's memory."""
-    columns = il.multiple_of(columns, FACTOR)
-    source_stride = il.multiple_of(source_stride, FACTOR)
-    target_stride = il.multiple_of(target_stride, FACTOR)
+def _put_rows(source, target, row, end, leaving, dest, group, PUSHING: tl.constexpr):
+    """Put the columns of rows ``row`` to ``end`` of ``source`` into a peer's memory."""
+    LINES: tl.constexpr = PUSHING.lines
+    COLS: tl.constexpr = PUSHING.columns
+    columns = il.multiple_of(leaving.width, PUSHING.factor)
+    stride = il.multiple_of(leaving.stride, PUSHING.factor)
+    target_stride = il.multiple_of(leaving.gathered_stride, PUSHING.factor)
     for first in range(row, end, LINES):
         m = (first + tl.arange(0, LINES)).to(tl.int64)[:, None]
         for start in range(0, columns, COLS):
             k = start + tl.arange(0, COLS)[None, :]
             inside = (m < end) & (k < columns)
-            value = tl.load(source + m * source_stride + k, mask=inside, other=0.0)
+            value = tl.load(source + m * stride + k, mask=inside, other=0.0)
             il.put(target + m * target_stride + k, value, dest, group, inside)

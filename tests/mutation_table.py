@@ -598,6 +598,12 @@ MUTANTS = [
         "gemm/test_forms.py::test_what_is_remembered_keeps_nothing_alive",
     ),
     Mutant(
+        "interlace/comm/host/held_memory.py",
+        "held = None if identity in seen else _read(link)",
+        "held = _read(link)",
+        "comm/test_held_memory.py::test_a_program_is_shown_while_it_runs",
+    ),
+    Mutant(
         "interlace/gemm/dispatch.py",
         "    most = _MOST_IN_TREE * 32 * config.num_warps",
         "    most = 2 * _MOST_IN_TREE * 32 * config.num_warps",

@@ -76,7 +76,7 @@ sys.stdin.read()
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
-        programs = [each for each in running_programs() if text.strip() in each.command]
+        programs = [each for each in running_programs() if _words(text) in each.command]
         assert [each.number for each in programs] == [process.pid]
         (held,) = programs[0].held
         assert held == HeldMemory(1, 2, "cuda:1", {"gemm": 3 << 20, "outputs": 1 << 20})
@@ -94,8 +94,13 @@ sys.stdin.read()
     )
 
 
+def _words(text: str) -> str:
+    """A text as the command of a process shows it."""
+    return text.strip().replace("\n", " ")
+
+
 def _is_shown(text: str) -> bool:
-    return any(text.strip() in each.command for each in running_programs())
+    return any(_words(text) in each.command for each in running_programs())
 
 
 @pytest.mark.parametrize(
@@ -106,12 +111,24 @@ def _is_shown(text: str) -> bool:
         {"rank": "0", "world_size": 2, "device": "cpu", "nbytes": {}},
         {"rank": 0, "world_size": 2, "device": "cpu", "nbytes": [1]},
         {"rank": 0, "world_size": 2, "device": 1, "nbytes": {}},
+        {"rank": 0, "world_size": 2, "device": "cpu", "nbytes": {}, "more": 0},
         "text",
+        [[[]]],
     ],
 )
 def test_what_is_no_record_is_refused(entry: Any, tmp_path: Any) -> None:
     file = tmp_path / "record"
     file.write_text(json.dumps([entry]))
+    assert held_memory._read(file) is None
+
+
+def test_texts_of_a_record_are_shown_without_control_characters(tmp_path: Any) -> None:
+    file = tmp_path / "record"
+    entry = {"rank": 0, "world_size": 2, "device": "cpu\x1b[2J", "nbytes": {"a\nb": 2048}}
+    file.write_text(json.dumps([entry]))
+    (held,) = held_memory._read(file) or []
+    assert str(held) == "rank 0 of 2 on cpu [2J holds 2 KiB of symmetric memory (a b 2 KiB)"
+    file.write_text("[" * 100_000)
     assert held_memory._read(file) is None
 
 

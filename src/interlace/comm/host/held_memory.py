@@ -14,7 +14,7 @@ import os
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 from weakref import WeakSet
 
 from interlace.units import format_memory
@@ -115,27 +115,32 @@ def running_programs() -> Iterator[Program]:
                 if held is not None:
                     words = (folder / "cmdline").read_bytes().split(b"\0")
                     command = " ".join(word.decode(errors="replace") for word in words).strip()
-                    yield Program(int(folder.name), command, held)
+                    yield Program(int(folder.name), _printable(command), held)
 
 
 def _read(link: Path) -> list[HeldMemory] | None:
     """Return a record, or None if it is none."""
     for _ in range(_TRIES):
-        with link.open("rb") as file, contextlib.suppress(ValueError, TypeError, KeyError):
+        with link.open("rb") as file, contextlib.suppress(ValueError, TypeError, RecursionError):
             return [_parsed(each) for each in json.loads(file.read(_MOST_BYTES))]
     return None
 
 
-def _parsed(entry: Mapping[str, object]) -> HeldMemory:
-    """Return an entry of a record.
+def _parsed(entry: dict[str, Any]) -> HeldMemory:
+    """Return an entry of a record, whose texts cannot move a terminal's cursor.
 
     Raises:
-        ValueError, TypeError, KeyError: It is none.
+        TypeError: It is none.
     """
-    held = HeldMemory(**{name: entry[name] for name in HeldMemory._fields})  # type: ignore[arg-type]
+    held = HeldMemory(**entry)
     if not isinstance(held.nbytes, dict) or not isinstance(held.device, str):
         raise TypeError("a record must have a device and bytes by name")
     numbers = [held.rank, held.world_size, *held.nbytes.values()]
     if not all(isinstance(number, int) for number in numbers):
         raise TypeError("ranks and bytes must be integers")
-    return held
+    sizes = {_printable(name): size for name, size in held.nbytes.items()}
+    return held._replace(device=_printable(held.device), nbytes=sizes)
+
+
+def _printable(text: str) -> str:
+    return "".join(letter if letter.isprintable() else " " for letter in text)

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from typing import Any
 
@@ -149,3 +150,30 @@ def test_a_forked_process_has_a_record_of_its_own() -> None:
         os._exit(0 if record._file >= 0 and os.pread(record._file, 200, 0).count(b": 2") else 1)
     assert os.waitpid(child, 0)[1] == 0
     assert json.loads(os.pread(record._file, 200, 0)) == [mine.held()._asdict()]
+
+
+def test_a_record_that_is_written_while_it_is_written() -> None:
+    """As by a finalizer, which may run anywhere; and by other threads."""
+    record, found = held_memory._Record(), []
+
+    class Holder:
+        nbytes = 0
+
+        def held(self) -> HeldMemory:
+            self.nbytes += 1
+            if self.nbytes == 1:
+                record.write()
+            return HeldMemory(0, 1, "cpu", {"gemm": self.nbytes})
+
+    holders = [Holder() for _ in range(4)]
+    threads = [threading.Thread(target=record.write, args=(each,)) for each in holders]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        found.append(thread.is_alive())
+    assert found == [False] * 4
+    shown = json.loads(os.pread(record._file, 4096, 0))
+    assert sorted(each["nbytes"]["gemm"] for each in shown) == sorted(
+        each.nbytes for each in holders
+    )

@@ -75,22 +75,37 @@ class _Record:
     """The record of this process."""
 
     def __init__(self) -> None:
+        self._begin()
+
+    def _begin(self) -> None:
         self._holders: WeakSet[Holder] = WeakSet()
         self._lock = threading.Lock()
-        self._file, self._process = -1, 0
+        self._file, self._process, self._is_stale = -1, os.getpid(), False
 
     def write(self, holder: Holder | None = None) -> None:
         """Write what all holders hold, of which ``holder`` is one from now on.
 
-        Where there are no anonymous files, nothing is shown. What another thread's group holds may
-        change meanwhile, and is written then.
+        Where there are no anonymous files, nothing is shown.
         """
-        with self._lock, contextlib.suppress(OSError, AttributeError, RuntimeError):
-            if self._process != os.getpid():  # a forked process has a record of its own
-                self._file, self._process = os.memfd_create(_NAME), os.getpid()
-                self._holders.clear()
-            if holder is not None:
-                self._holders.add(holder)
+        if self._process != os.getpid():  # a forked process has a record of its own
+            self._begin()
+        if holder is not None:
+            self._holders.add(holder)
+        self._is_stale = True
+        # A finalizer may interrupt this method in the same thread, so the lock must not block: who
+        # has it writes once more.
+        while self._is_stale and self._lock.acquire(blocking=False):
+            try:
+                self._is_stale = False
+                self._write()
+            finally:
+                self._lock.release()
+
+    def _write(self) -> None:
+        # Another thread, which writes afterwards, may change what is held meanwhile.
+        with contextlib.suppress(OSError, AttributeError, RuntimeError):
+            if self._file < 0:
+                self._file = os.memfd_create(_NAME)
             text = json.dumps([each.held()._asdict() for each in self._holders]).encode()
             os.pwrite(self._file, text, 0)
             os.ftruncate(self._file, len(text))

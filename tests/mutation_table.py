@@ -587,8 +587,8 @@ MUTANTS = [
     ),
     Mutant(
         "interlace/comm/replay/replays.py",
-        "return 1 < count <= _MOST_TRIES or",
-        "return",
+        "(count <= _MOST_TRIES or count.bit_count() == 1)",
+        "count.bit_count() == 1",
         "comm/test_recall.py::test_what_never_becomes_a_graph_is_seldom_tried_again",
     ),
     Mutant(

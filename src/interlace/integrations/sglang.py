@@ -198,8 +198,10 @@ def _require_gain(operator: Operator, choice: Choice[Any]) -> None:
     """Raise :class:`LeftAlone` if a call is not known to be faster, or SGLang would not be."""
     if choice.impl not in choice.faster:
         raise LeftAlone("the operator is not known to be faster at these sizes")
-    pairs_us = (choice.times_us[name] for name in operator.pairs_among(choice.times_us))
-    if _is_eager() and min(pairs_us, default=math.inf) < _HOST_US:
+    if not _is_eager():
+        return
+    pairs_us = (us for name, us in choice.times_us.items() if operator.is_pair(name))
+    if min(pairs_us, default=math.inf) < _HOST_US:
         raise LeftAlone("outside of CUDA graphs SGLang's host takes longer than so small a product")
 
 

@@ -268,7 +268,7 @@ class Replays:
         if count == 1:
             _drop_oldest(self._seen, _MAX_CANDIDATES)
         self._seen[operands] = count
-        return 1 < count <= _MOST_TRIES or (count > 1 and count & (count - 1) == 0)
+        return count > 1 and (count <= _MOST_TRIES or count.bit_count() == 1)
 
     def forget(self) -> None:
         """Remember no call any more, as ranks have agreed on another way to run some."""

@@ -62,15 +62,15 @@ def all_to_all_gemm(
     ranks' columns as they arrive.
 
     Protocol: every rank takes a free buffer for its gathered rows; program 0 *grants* it to every
-    source. The first ``PUSHING.programs`` programs wait for all grants, and then go round over blocks of
-    BLOCK_M rows of all ranks, first blocks first and of each block the neighbour's rows first: they
-    put this rank's columns of them into the owner's buffer, at column ``place``, and set the signal
-    ``[me][block]`` there. This rank's own rows go the same way. The other programs draw tiles of the
-    result from a ticket counter, first blocks first: each waits for all sources' signals of its
-    block of rows, and multiplies along all of K, in rank order on every rank. Programs that fit on
-    the GPU only when the senders have left draw what is still there. Signals of blocks have one
-    set: a source sets one again only after it was granted a buffer in a later call, and so after
-    this call. Tickets have two: program 0 clears the next call's.
+    source. The first ``PUSHING.programs`` programs wait for all grants, and then go round over
+    blocks of BLOCK_M rows of all ranks, first blocks first and of each block the neighbour's rows
+    first: they put this rank's columns of them into the owner's buffer, at column ``place``, and
+    set the signal ``[me][block]`` there. This rank's own rows go the same way. The other programs
+    draw tiles of the result from a ticket counter, first blocks first: each waits for all sources'
+    signals of its block of rows, and multiplies along all of K, in rank order on every rank.
+    Programs that fit on the GPU only when the senders have left draw what is still there. Signals
+    of blocks have one set: a source sets one again only after it was granted a buffer in a later
+    call, and so after this call. Tickets have two: program 0 clears the next call's.
 
     No program waits but for programs of its own index or below: senders for grants, which are
     program 0's, and the others for senders.
@@ -181,7 +181,8 @@ def _send_columns(
     OUT: tl.constexpr = tl.dtype(SENDING.dtype)
     granted, numbers = granted_buffers(turn, own_buffer, stamp, group)
     blocks = (most_rows + BLOCK_M - 1) // BLOCK_M
-    for task in range(tl.program_id(0), tl.where(granted, blocks * WORLD_SIZE, 0), PUSHING.programs):
+    tasks = tl.where(granted, blocks * WORLD_SIZE, 0)
+    for task in range(tl.program_id(0), tasks, PUSHING.programs):
         dest = (me + 1 + task % WORLD_SIZE) % WORLD_SIZE
         block = task // WORLD_SIZE
         first = tl.load(routes + dest * ROUTE + FIRST_ROW).to(tl.int32)

@@ -343,8 +343,8 @@ def dispatch_grouped_gemm(
     With ``x_scale [tokens, hidden / 128]`` rows and ``b`` are float8, ``x`` in words of four; the
     scales of b's blocks are ``b_scale [L, 2 F / 128, hidden / 128]``. Those of the rows arrive
     ``scale_bytes`` behind the buffer's beginning, which is ``a_scale [arrivals, hidden / 128]``.
-    The activation, which is rounded to ``DTYPE`` first, is float8 then, too, with scales ``out_scale
-    [arrivals, F / 128]``.
+    The activation, which is rounded to ``DTYPE`` first, is float8 then, too, with scales
+    ``out_scale [arrivals, F / 128]``.
 
     **Protocol.**
 

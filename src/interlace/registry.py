@@ -46,6 +46,7 @@ class Implementation:
         schedule: How it computes its product, for predictions of its time (see
             :mod:`interlace.costs.time`): ``"whole"``, one product of the library; ``"by_rank"``,
             one after another for each rank's rows; ``"tiled"``, the tiles of its own kernel;
+            ``"by_address"``, a kernel that reads the weight once, by its rows' addresses;
             ``"to_all"``, one product of the library, which an all-reduce sends to all peers; and of
             layers of experts, which rows travel.
         is_stock: Whether it is a pair of PyTorch's own operators, without a kernel of Interlace.
@@ -75,9 +76,9 @@ class Implementation:
     summary: str
     run: Callable[[Any], Any]
     refusal: Callable[[Any], str | None] = lambda _: None
-    schedule: Literal["whole", "by_rank", "by_peer", "tiled", "by_slot", "by_token", "to_all"] = (
-        "whole"
-    )
+    schedule: Literal[
+        "whole", "by_rank", "by_peer", "tiled", "by_address", "by_slot", "by_token", "to_all"
+    ] = "whole"
     is_stock: bool = False
     spans_nodes: bool = False
     is_batch_invariant: bool = False

@@ -65,6 +65,15 @@ sectors: with K = 5400, all-to-all, all-reduce, reduce-scatter and all-gather of
 (decision 0029).
 """
 
+_LINE_BYTES = 128
+_ROWS_ACROSS_SECTORS, _ROWS_ACROSS_LINES = 1.45, 1.15
+"""How much longer a kernel that reads rows of a weight by their addresses takes where these do not
+begin at sectors, and where they do, but not at lines of the L1: eight threads read 128 bytes, in
+one line or in two. Tiles of 16 x 256 took 1.24 to 1.73 and 1.08 to 1.25 times as long as tensor
+descriptors for such rows, and 0.99 to 1.05 for others, in 12 products of eight rows on an H200
+(decision 0029).
+"""
+
 _PARTS_ACROSS_SECTORS = 1.15
 """How much longer the library takes for a part of a product's rows where rows do not begin at such
 sectors: for both halves 0.96 to 1.7 times what it takes for the whole, in ten cases on an H100. A
@@ -98,12 +107,14 @@ _SENDS_AS = {("gemm_all_reduce_norm", name): "gemm_all_reduce" for name in ("gem
 it is as much, and with more it is less than a part for each of them.
 """
 
-Schedule = Literal["whole", "by_rank", "by_peer", "tiled", "by_slot", "by_token", "to_all"]
+Schedule = Literal[
+    "whole", "by_rank", "by_peer", "tiled", "by_address", "by_slot", "by_token", "to_all"
+]
 """How an implementation computes its product: one product of the library; one product of the
 library after another, for each rank's rows; the same for the peers' rows, and tiles of its own
-kernel for the rank's own; or tiles of its own kernel, none of which covers two ranks' rows. The
-last three are of layers of experts and say which rows travel
-(:class:`interlace.costs.mixture_of_experts.ExpertsCall`).
+kernel for the rank's own; tiles of its own kernel, none of which covers two ranks' rows; or a
+kernel that reads the weight once, by its rows' addresses. The last three are of layers of experts
+and say which rows travel (:class:`interlace.costs.mixture_of_experts.ExpertsCall`).
 """
 
 
@@ -189,6 +200,9 @@ class SizedCall:
         else:
             product = profile.library_product_us(self)
         memory = self.itemsize * (self.rows + self.columns) * self.inner / bytes_per_us
+        if schedule == "by_address":
+            longer_us = memory * (self._reading_factor() - 1)
+            product, memory = product + longer_us, memory + longer_us
         program = self.itemsize * _NARROW_COLUMNS * self.inner / _PROGRAM_BYTES_PER_US
         return {
             "fixed": 1.0,
@@ -201,6 +215,15 @@ class SizedCall:
             "narrow": max(program - memory, 0.0),
             "uneven": product if self.rows % self.world_size else 0.0,
         }
+
+    def _reading_factor(self) -> float:
+        """Return how much longer a kernel reads w, which is along K, by the addresses of its rows,
+        than it would if they began at lines.
+        """
+        row_bytes = self.inner * self.itemsize
+        if row_bytes % _SECTOR_BYTES:
+            return _ROWS_ACROSS_SECTORS
+        return _ROWS_ACROSS_LINES if row_bytes % _LINE_BYTES else 1.0
 
     @staticmethod
     def of_dtype(

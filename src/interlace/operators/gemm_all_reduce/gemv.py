@@ -95,6 +95,7 @@ GEMV = Implementation(
     "one kernel that sends sums as it reads the weight, for few rows",
     run,
     needs(same_dtype=True, dtypes=FLOATS),
+    schedule="by_address",
     is_batch_invariant=True,
     config_type=GemvAllReduceConfig,
     # Of the configuration that a call has, and without the copy of a w along N.

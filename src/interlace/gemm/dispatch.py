@@ -15,7 +15,7 @@ from interlace.comm import Group, group_named
 from interlace.comm.groups.symmetric_memory import SymmetricPlace
 from interlace.comm.host.agreement import Family
 from interlace.comm.host.identity import profile_digest
-from interlace.comm.replay.deferred import DeferredCall
+from interlace.comm.replay.deferred import DeferredCall, PerformedCall
 from interlace.comm.replay.replays import AgainCall, places
 from interlace.comm.runtime import ranges
 from interlace.comm.runtime.driver import is_out_of_memory
@@ -335,7 +335,8 @@ def _run(implementation: Implementation, call: GemmCall, decision: Decision) -> 
     replays, is_of_rows = call.group.replays, call.known is not None
     if call.form is None or result is None or (is_of_rows and replays.alike(call.form) is not None):
         return result
-    again = work.again() if isinstance(work, DeferredCall) and work.again is not None else None
+    makes_again = work.again if isinstance(work, (DeferredCall, PerformedCall)) else None
+    again = None if makes_again is None else makes_again()
     if is_of_rows:
         # What is remembered must refer to neither group nor operands.
         absent: Any = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -210,49 +210,87 @@ def output_bytes(most_rows: int, columns: int, dtype: torch.dtype) -> int:
     return most_rows * padded_columns(columns, dtype) * dtype.itemsize
 
 
+PreparePeers = Callable[[Group, Operands, Destination], Launch]
+"""Returns the launch of a kernel whose rows go into buffers, which are padded for descriptors."""
+
+
 def run_into_peers(
     group: Group,
-    operands: Operands,
+    given: Operands,
     rows: int,
     columns: int,
     nbytes: int,
     key: tuple[Hashable, ...],
-    prepare: Callable[[Destination], Launch],
-    *,
-    is_of_operands: bool,
+    prepare: PreparePeers,
 ) -> DeferredCall | torch.Tensor:
     """Return the work of a kernel that stores each row in its owner's result; its own result is
     this rank's, ``[rows, columns]``. Collective when the group's output buffers must grow.
 
     Args:
-        operands: As :meth:`Operands.for_kernel` returns them.
-        is_of_operands: Whether they are the call's, and no copies.
+        given: The call's operands.
         nbytes: The bytes of the largest result of any rank, for which every rank's buffer has room;
             see :func:`output_bytes`.
         key: What the launch depends on, beside the addresses of operands and result.
-        prepare: Returns the launch into a buffer, whose rows are padded for descriptors.
+        prepare: Returns the launch, given operands as :meth:`Operands.for_kernel` returns them. It
+            refers to no group and no operand where calls are found by their form.
     """
-    dtype = operands.out_dtype
+    operands, dtype = given.for_kernel(), given.out_dtype
     shape = [rows, padded_columns(columns, dtype)]
     if group.world_size == 1:
         y = operands.x.new_empty(shape, dtype=dtype)
-        launch = prepare(Destination(y.data_ptr(), 0, 0))
+        launch = prepare(group, operands, Destination(y.data_ptr(), 0, 0))
         with group.running():
             launch()
         return without_padding(y, columns)
 
+    # Peers store tiles straight into the result, so it is symmetric memory.
+    take = taking_output(nbytes, shape, dtype)
+    result = functools.partial(_output_rows, columns=columns)
+    launches: list[Launch] = []
+
     def prepare_launch(output: Output, y: torch.Tensor) -> Callable[[], None]:
-        return lambda: prepare(output.destination)()
+        def enqueue() -> None:
+            launches.append(prepare(group, operands, output.destination))
+            launches[-1]()
+
+        return enqueue
+
+    def again() -> AgainCall | None:
+        # A call that was a graph has launched nothing.
+        relaunch = launches[-1].again() if launches and operands is given else None
+        if relaunch is None:
+            return None
+        return functools.partial(_run_into_peers_again, prepare, relaunch, take, result, dtype)
 
     return DeferredCall(
         (*key, operands.memory()),
-        # Peers store tiles straight into the result, so it is symmetric memory.
-        taking_output(nbytes, shape, dtype),
+        take,
         prepare_launch,
-        functools.partial(_output_rows, columns=columns),
+        result,
         where=destination_of,
-        is_of_operands=is_of_operands,
+        is_of_operands=operands is given,
+        again=again,
     )
+
+
+def _run_into_peers_again(
+    prepare: PreparePeers,
+    relaunch: Callable[[int, Mapping[str, Any]], None],
+    take: Callable[[Group], tuple[Output, torch.Tensor]],
+    result: Callable[..., torch.Tensor],
+    dtype: torch.dtype,
+    group: Group,
+    _: Hashable,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    """Run a call like an earlier one of :func:`run_into_peers`, by the kernel that it compiled."""
+    output, y = take(group)
+    launch = prepare(group, Operands(x, w, bias, None, None, dtype), output.destination)
+    with group.running():
+        relaunch(launch.grid[0], launch.arguments)
+    return result(output, y)
 
 
 def _output_rows(output: Output, y: torch.Tensor, *, columns: int) -> torch.Tensor:

@@ -19,14 +19,11 @@ import interlace
 from interlace.comm.launching.kernels import Launch
 from interlace.costs import find_cost
 from interlace.gemm import dispatch
-from interlace.gemm.call import GemmCall
 from interlace.gemm.epilogue import Norm
-from interlace.gemm.launch import KernelOfWords
 from interlace.gemm.scaled import block_scale_shapes, dequantised
-from interlace.operators.gemm_all_reduce import normed, normed_launch
+from interlace.operators.gemm_all_reduce import normed
 from interlace.operators.gemm_all_reduce.config import GemmAllReduceNormConfig
 from interlace.operators.gemm_all_reduce.normed import GemmAllReduceNorm
-from interlace.operators.gemm_all_reduce.normed_launch import _again_of_any_rows
 from tests.errors import error_of
 
 IMPLS = [each.name for each in GemmAllReduceNorm.implementations]
@@ -464,14 +461,11 @@ def _float8_tensors(tokens: int, kind: str) -> dict[str, torch.Tensor]:
             "w_scale": scales[1], **tensors}  # fmt: skip
 
 
-def _of_one_form(kind: str) -> list[tuple[bool, bool]]:
+def _of_one_form(kind: str, impl: str) -> tuple[list[bool], bool]:
     """Calls of other numbers of rows by what the first one has left, and by the operator: whether
-    they are equal, and whether there is one.
+    they are equal; and whether one of 513 rows is made so.
     """
-    made = []
-
-    def keep(call: GemmCall, kernel: KernelOfWords) -> None:
-        made.append(_again_of_any_rows(call, kernel))
+    remembered: list[Any] = []
 
     def tensors(rows: int) -> dict[str, torch.Tensor | None]:
         if kind:
@@ -483,31 +477,31 @@ def _of_one_form(kind: str) -> list[tuple[bool, bool]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Launch, "again", _launched_again)
         patch.setattr(normed, "_known_call", lambda *_: (("any",), None))
-        patch.setattr(normed_launch, "_again_of_any_rows", keep)
-        _normed(tensors(260), impl="pushed")
-    (again,) = made
-    results = []
+        patch.setattr(group.replays, "remember_form", lambda _, again: remembered.append(again))
+        _normed(tensors(260), impl=impl)
+    (again,) = remembered
+    are_equal = []
     for rows in (257, 300):
         given = tensors(rows)
         found = again(group, None, *given.values(), None)
-        right = _normed(given, impl="pushed")
-        results.append((all(map(torch.equal, found, right)), True))
-    for rows in (256, 513):
-        results.append((True, again(group, None, *tensors(rows).values(), None) is not None))
-    return results
+        are_equal.append(all(map(torch.equal, found, _normed(given, impl=impl))))
+    return are_equal, again(group, None, *tensors(513).values(), None) is not None
 
 
 def _normed(tensors: dict[str, torch.Tensor | None], **options: Any) -> interlace.Normed:
     return interlace.gemm_all_reduce(**tensors, norm="rms", eps=EPS, **options)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("impl", ["pushed", "gemm"])
 @pytest.mark.parametrize("kind", ["", "row", "block"])
-def test_calls_of_one_form(ranks: Any, kind: str) -> None:
-    """What one call has left makes calls of other operands and of any number of rows for which the
-    same implementation is chosen and there is memory, and no others.
+def test_calls_of_one_form(ranks: Any, kind: str, impl: str) -> None:
+    """What one call has left makes calls of other operands and of any number of rows for which
+    there is memory, and no others.
     """
-    for results in ranks(2).run(_of_one_form, kind):
-        assert results == [(True, True), (True, True), (True, False), (True, False)]
+    for are_equal, is_made in ranks(2).run(_of_one_form, kind, impl):
+        assert are_equal == [True, True]
+        # The kernel behind a product has memory for as many rows as a power of two.
+        assert is_made == (impl == "gemm")
 
 
 def _with_other_tensors(impl: str, w_along_k: bool) -> list[tuple[int, bool]]:

@@ -34,7 +34,7 @@ from interlace.comm.host.health import Health, Running
 from interlace.comm.host.identity import identity, settings
 from interlace.comm.host.members import meet_members, members_of
 from interlace.comm.replay import recording as recordings
-from interlace.comm.replay.deferred import DeferredCall
+from interlace.comm.replay.deferred import DeferredCall, PerformedCall
 from interlace.comm.replay.memory import releases
 from interlace.comm.runtime.deadlines import default_deadline_s, recovery_s
 from interlace.comm.runtime.ordinary import makes_ordinary_tensors
@@ -196,11 +196,12 @@ class Group:
         symmetric memory must grow.
 
         Args:
-            work: A :class:`DeferredCall`; what is none is the result of a call that has run.
+            work: A :class:`DeferredCall`; of a call that has run a :class:`PerformedCall`, or just
+                its result.
             operands: By what :meth:`recall` finds the call when it comes again; None for nothing.
         """
         if not isinstance(work, DeferredCall):
-            return work
+            return work.result if isinstance(work, PerformedCall) else work
         memory = work.take(self)
         enqueue = work.prepare(*memory)
         with self.running():

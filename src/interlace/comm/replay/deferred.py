@@ -117,3 +117,16 @@ class DeferredCall:
             return out if y.data_ptr() == out.data_ptr() else out.copy_(y)
 
         return dataclasses.replace(self, take=take, result=result, is_of_operands=False, again=None)
+
+
+@dataclasses.dataclass(frozen=True)
+class PerformedCall:
+    """A call that has run, by calls of other operators.
+
+    Attributes:
+        result: The call's result.
+        again: As a :class:`DeferredCall` has it.
+    """
+
+    result: Any
+    again: Callable[[], Callable[..., Any] | None]

@@ -26,9 +26,11 @@ from interlace.mapped.meeting import memory_of as meeting_memory
 from interlace.mapped.output import OPERATOR
 from interlace.units import round_up
 
-MOST_OUTPUTS = 8
-"""The number of outputs that a group keeps. Mapping an output takes tens of milliseconds, so a
-program whose sizes keep changing should not map one for each size."""
+MOST_OUTPUTS = 4
+"""The number of outputs that a group keeps. Mapping an output takes a tenth of a second, so a
+program whose sizes keep changing should not map one for each size; one that repeats a few sizes, as
+layers of a model do, has one of each.
+"""
 
 
 _MOST_ABSENT = 1024
@@ -124,6 +126,9 @@ def run_into_output(
 
     # What is deferred outlives the call, and must not be what keeps the output.
     reference = weakref.ref(mapped)
+    again = functools.partial(
+        _run_again, output.key, arguments, new, rows, original.operands.out_dtype
+    )
     return DeferredCall(
         (output.implementation, output.collective, operands.memory()),
         new,
@@ -133,7 +138,33 @@ def run_into_output(
         replayed=functools.partial(_advance, reference, output.key),
         # The graph reads a copy that every call makes anew.
         is_of_operands=call is original,
+        again=(lambda: again) if call is original else None,
     )
+
+
+def _run_again(
+    key: tuple[Hashable, ...],
+    arguments: Callable[[Operands], tuple[object, ...]],
+    new: New,
+    rows: int,
+    dtype: torch.dtype,
+    group: Group,
+    _: Hashable,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> torch.Tensor | None:
+    """Run a call like an earlier one of :func:`run_into_output`; return None if its output is not
+    kept any more.
+    """
+    product = group.kept.get(key)
+    if product is None:
+        return None
+    (y,) = new(group)
+    with group.running():
+        product.run_into(y, *arguments(Operands(x, w, bias, None, None, dtype)))
+    group.kept.move_to_end(key)
+    return _first_rows(y, rows=rows)
 
 
 def _kept_output(output: KeptOutput, call: GemmCall, *, replace: bool) -> Fused | None:

@@ -20,6 +20,12 @@ _FEW_ROWS = 128
 of all rows, by up to 45 % on an H200: tiles of the library's kernels are as high."""
 
 
+_HOST_US = 400.0
+"""What an eager call takes the host whose operands lie elsewhere each time: 300 to 500 on two H200s
+(decision 0014).
+"""
+
+
 def run(call: GemmCall) -> DeferredCall | None:
     """Multiply into a mapped output; see docs/mapped-outputs.md.
 
@@ -75,5 +81,6 @@ REMOTE_STORES = Implementation(
     run,
     # It does not matter which rank sums which rows, so they need not divide evenly.
     needs(same_dtype=True, no_bias=True),
+    host_us=_HOST_US,
     reservation=lambda call: kept_reservation(call, _output(call)),
 )

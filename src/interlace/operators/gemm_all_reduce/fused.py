@@ -21,19 +21,18 @@ NAME = "gemm_all_reduce"
 
 def run(call: GemmCall) -> DeferredCall | torch.Tensor:
     """Return the sum, ``[M, N]``, the same on every rank, by one kernel."""
-    operands, group, config, mark = call.operands.for_kernel(), call.group, call.config, call.mark
+    operands, config, mark = call.operands, call.config, call.mark
     in_rank_order, leaves = call.is_batch_invariant, call.leaves
     return launch.run_into_peers(
-        group,
+        call.group,
         operands,
         operands.rows,
         operands.columns,
         launch.output_bytes(operands.rows, operands.columns, operands.out_dtype),
         (NAME, config, mark, in_rank_order, leaves),
-        lambda destination: prepare(
+        lambda group, operands, destination: prepare(
             group, operands, config, mark, destination, in_rank_order=in_rank_order, leaves=leaves
         ),
-        is_of_operands=operands is call.operands,
     )
 
 

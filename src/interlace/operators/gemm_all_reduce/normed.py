@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from interlace.comm import MAX_PROGRAMS, Group, default_name
 from interlace.comm.groups.group import known_group
-from interlace.comm.groups.process_groups import process_group_named
+from interlace.comm.groups.process_groups import process_group_named, rank_and_size
 from interlace.comm.groups.registration import (
     OPERATOR_TAGS,
     entrance,
@@ -187,9 +187,11 @@ _OTHERS = 5
 
 def _run(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, *arguments: Any) -> _Results:
     x_scale, w_scale, group_name, impl, config = arguments[-_OTHERS:]
-    known = _known_call(x, w, bias, *arguments)
+    process_group = process_group_named(group_name)
+    _, ranks = rank_and_size(process_group)
+    known = _known_call(ranks, x, w, bias, *arguments)
     if known is not None:
-        group = known_group(process_group_named(group_name), x.device)
+        group = known_group(process_group, x.device)
         results = _recalled(group, known, x, w, bias, arguments)
         if results is not None:
             return tuple(results)
@@ -208,14 +210,18 @@ def _run(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, *arguments
 
 
 def _known_call(
-    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, *arguments: Any
+    ranks: int, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, *arguments: Any
 ) -> dispatch.Known | None:
     """Return the form of a call and its addresses, by which a call that comes again is found; None
     of calls that are not found.
 
     What is found is valid, as the earlier call was: all that is looked at is part of it. Calls of
-    many rows run in the same way whatever the number of rows and the addresses are, so their
+    many rows run in one of two ways, whatever the number of rows and the addresses are, so their
     form has no rows, which x and the residual must have in common, and they have no addresses.
+
+    Args:
+        ranks: Number of ranks of the call's group.
+        arguments: The operator's, behind x, w and bias.
     """
     (
         residual, norm_weight, norm_bias, norm, eps, scale, out_dtype, block_scales,
@@ -235,7 +241,9 @@ def _known_call(
         autotune.is_enabled(impl),
     ]  # fmt: skip
     addresses = [x.data_ptr(), w.data_ptr()]
-    if not is_many:
+    if is_many:
+        key.append(launch.is_pushed(rows, columns, default_output_dtype(x.dtype), ranks))
+    else:
         key += (address % 16 for address in addresses)
     if x_scale is not None and w_scale is not None:
         # Rows of several scales have any strides, between which products of many rows do not tell.
@@ -348,7 +356,7 @@ def call_normed(
     is_dtype = out_dtype is None or isinstance(out_dtype, torch.dtype)
     if known_to is not None and type(impl) is str and is_dtype:
         arguments = *epilogue, "", impl, text
-        known = _known_call(x, w, bias, *arguments)
+        known = _known_call(known_to.world_size, x, w, bias, *arguments)
         if known is not None:
             with past_autograd():
                 recalled = _recalled(known_to, known, x, w, bias, arguments)

@@ -19,7 +19,7 @@ from interlace.comm.launching.kernels import (
     known_factor,
     processors,
 )
-from interlace.comm.replay.deferred import DeferredCall, New, Shaped
+from interlace.comm.replay.deferred import DeferredCall, New, PerformedCall, Shaped
 from interlace.comm.replay.replays import AgainCall
 from interlace.comm.runtime.interpreter import require
 from interlace.gemm.call import GemmCall
@@ -257,14 +257,11 @@ def _again_of_any_rows(call: GemmCall, kernel: KernelOfWords) -> AgainCall | Non
     and preparation. Their product is cuBLAS's, but for rows of float8 that it does not take.
     """
     operands, epilogue, family = call.operands, call.known_epilogue, call.family
-    columns, dtype, ranks = operands.columns, operands.out_dtype, call.group.world_size
+    columns, dtype, device = operands.columns, operands.out_dtype, operands.x.device
     relaunch = None if kernel.launch is None else kernel.launch.again()
     if relaunch is None or family is None:
         return None
-    eps, out_dtype, device = epilogue.eps, epilogue.out_dtype, operands.x.device
-    *_, (scale_shape, _) = epilogue.result_shapes(1, columns, dtype)
-    has_scales, row_scales = len(scale_shape) == 2, scale_shape[-1]
-    no_scales = torch.empty(0, dtype=torch.float32, device=device)
+    eps, take = epilogue.eps, _results_of_any_rows(call)
     # Memory that must grow is for the long way.
     name, most_rows = call.operator.name, next_power_of_2(operands.rows)
 
@@ -279,19 +276,12 @@ def _again_of_any_rows(call: GemmCall, kernel: KernelOfWords) -> AgainCall | Non
         *vectors: torch.Tensor | None,
     ) -> Normed | None:
         rows = x.shape[0]
-        is_like_it = rows <= most_rows and is_pushed(rows, columns, dtype, ranks)
-        if not is_like_it:
+        if rows > most_rows:
             return None
-        sums = rows, columns
-        y = torch.empty(sums, dtype=out_dtype, device=device)
-        total = torch.empty(sums, dtype=dtype, device=device)
-        product = torch.empty(sums, dtype=dtype, device=device)
-        scales = no_scales
-        if has_scales:
-            scales = torch.empty((rows, row_scales), dtype=torch.float32, device=device)
+        results, mark = take(rows), family.mark(rows)
+        product = torch.empty((rows, columns), dtype=dtype, device=device)
         # Looked up each time: peers that take the long way, or replay a capture, may use an older
         # workspace than the first call did.
-        results, mark = Normed(y, total, scales), family.mark(rows)
         arguments = (
             _pushed_memory(group, name, rows, columns, dtype, mark)
             | _norm_arguments(results, eps, bias, *vectors)
@@ -309,31 +299,107 @@ def _again_of_any_rows(call: GemmCall, kernel: KernelOfWords) -> AgainCall | Non
     return again
 
 
+def _results_of_any_rows(call: GemmCall) -> Callable[[int], Normed]:
+    """Return what allocates the results of a call like this one, given its number of rows. It
+    refers to no operand and no group.
+    """
+    operands, epilogue = call.operands, call.known_epilogue
+    columns, dtype, device = operands.columns, operands.out_dtype, operands.x.device
+    shapes = epilogue.result_shapes(1, columns, dtype)
+    (_, y_dtype), (_, total_dtype), (scale_shape, scale_dtype) = shapes
+    has_scales, row_scales = len(scale_shape) == 2, scale_shape[-1]
+    no_scales = torch.empty(0, dtype=scale_dtype, device=device)
+
+    def take(rows: int) -> Normed:
+        y = torch.empty((rows, columns), dtype=y_dtype, device=device)
+        total = torch.empty((rows, columns), dtype=total_dtype, device=device)
+        scales = no_scales
+        if has_scales:
+            scales = torch.empty((rows, row_scales), dtype=scale_dtype, device=device)
+        return Normed(y, total, scales)
+
+    return take
+
+
 def _results(*memory: torch.Tensor) -> Normed:
     """Return the results among a call's memory, which come first."""
     return Normed(*memory[:3])
 
 
-def run_gemm(call: GemmCall) -> Normed:
+def run_gemm(call: GemmCall) -> PerformedCall:
     """Run the operator around a GEMM, then a kernel that normalises its rows."""
     require(call.group.backend)
     _compile_for_any_tokens(call)
-    operands = call.operands
-    total = entrance("gemm_all_reduce")(
-        operands.x, operands.w, operands.bias, operands.x_scale, operands.w_scale,
-        operands.out_dtype, call.group_name,
-        BATCH_INVARIANT if call.is_batch_invariant else "auto", "",
+    operands, epilogue = call.operands, call.known_epilogue
+    sum_up = functools.partial(
+        _sum, operands.out_dtype, call.group_name,
+        BATCH_INVARIANT if call.is_batch_invariant else "auto",
     )  # fmt: skip
+    total = sum_up(operands.x, operands.w, operands.bias, operands.x_scale, operands.w_scale)
     results = empty_results(call)
+    vectors = epilogue.residual, epilogue.norm_weight, epilogue.norm_bias, epilogue.scale
+    arguments = _sum_arguments(total, results, epilogue.eps, *vectors)
     columns = _row_columns(operands.columns)
-    arguments = _epilogue_arguments(call, results) | {"total": total.contiguous()}
-    # The operator has added the bias.
-    arguments["inputs"] = arguments["inputs"]._replace(bias=None)
     constants = {"COLUMNS": columns, "FORM": _form(call, 1), "num_warps": _row_warps(columns)}
     from interlace.operators.gemm_all_reduce.kernels.norm_rows import norm_rows
 
-    Launch(norm_rows, (operands.rows,), arguments, constants)()
-    return results
+    norm = Launch(norm_rows, (operands.rows,), arguments, constants)
+    norm()
+    return PerformedCall(results, lambda: _sum_again(call, sum_up, norm))
+
+
+def _sum(
+    dtype: torch.dtype, group_name: str, impl: str, *tensors: torch.Tensor | None
+) -> torch.Tensor:
+    """Return the sum over ranks of a product, by the operator around a GEMM.
+
+    Args:
+        tensors: The operator's.
+    """
+    total: torch.Tensor = entrance("gemm_all_reduce")(*tensors, dtype, group_name, impl, "")
+    return total.contiguous()
+
+
+def _sum_arguments(
+    total: torch.Tensor, results: Normed, eps: float, *vectors: torch.Tensor | None
+) -> dict[str, Any]:
+    """Return the arguments of the kernel that normalises a sum with its bias."""
+    rows, columns = total.shape
+    of_norm = _norm_arguments(results, eps, None, *vectors)
+    return {"total": total, "N": columns, "B": rows, **of_norm}
+
+
+def _sum_again(
+    call: GemmCall, sum_up: Callable[..., torch.Tensor], norm: Launch
+) -> AgainCall | None:
+    """Return what makes calls of any number of rows again, past validation and decision, where
+    calls are found so.
+
+    Args:
+        sum_up: Returns the sum over ranks of a product; it refers to no operand and no group.
+        norm: What has normalised the call's sum.
+    """
+    relaunch = norm.again()
+    if relaunch is None or call.known is not None:
+        return None
+    eps, take = call.known_epilogue.eps, _results_of_any_rows(call)
+
+    def again(
+        group: Group,
+        _: Hashable,
+        x: torch.Tensor,
+        w: torch.Tensor,
+        bias: torch.Tensor | None,
+        x_scale: torch.Tensor | None,
+        w_scale: torch.Tensor | None,
+        *vectors: torch.Tensor | None,
+    ) -> Normed:
+        total = sum_up(x, w, bias, x_scale, w_scale)
+        results = take(len(x))
+        relaunch(len(x), _sum_arguments(total, results, eps, *vectors))
+        return results
+
+    return again
 
 
 def _with_rows_along_k(call: GemmCall) -> GemmCall:

@@ -27,17 +27,18 @@ Sent = Sequence[Sequence[int]]
 
 def run(call: GemmCall) -> DeferredCall | torch.Tensor:
     """Return the rows for this rank, ``[rows, N]``, by one kernel."""
-    operands, group, sent = call.operands.for_kernel(), call.group, call.rows.sent
+    operands, sent, config, mark = call.operands, call.rows.sent, call.config, call.mark
     received = _received(sent)
     return launch.run_into_peers(
-        group,
+        call.group,
         operands,
-        received[group.rank],
+        received[call.group.rank],
         operands.columns,
         launch.output_bytes(max(received), operands.columns, operands.out_dtype),
-        (NAME, call.config, call.mark, sent),
-        lambda destination: prepare(group, operands, sent, call.config, call.mark, destination),
-        is_of_operands=operands is call.operands,
+        (NAME, config, mark, sent),
+        lambda group, operands, destination: prepare(
+            group, operands, sent, config, mark, destination
+        ),
     )
 
 

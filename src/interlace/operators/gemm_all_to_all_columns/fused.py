@@ -30,16 +30,14 @@ _SIGNALS = WorkspaceSize(NAME, 4096, signals.HEADER)
 
 def run(call: SequenceCall) -> DeferredCall | torch.Tensor:
     """Return this rank's columns of all ranks' rows, ``[S, N_d]``, by one kernel."""
-    operands, rows = call.operands.for_kernel(), sum(call.rows)
     return launch.run_into_peers(
         call.group,
-        operands,
-        rows,
+        call.operands,
+        sum(call.rows),
         call.column_counts[call.group.rank],
         _output_bytes(call),
         (NAME, *call.memory()),
-        lambda destination: prepare(call, operands, destination),
-        is_of_operands=operands is call.operands,
+        lambda _, operands, destination: prepare(call, operands, destination),
     )
 
 

@@ -11,10 +11,10 @@ difference.
 
 Times are microseconds per decoding step (what 96 more tokens take, divided by 96) and milliseconds
 per prefill of one sequence. ``new`` are prefills of lengths that the engine has not seen, ``again``
-the same lengths once more, and ``later`` as many further ones. The tokens that are chosen at temperature 0 must be equal in both ways.
-With ``--timeline`` the first engine of each way ends with a profile of what the GPU of the first
-rank does in decoding steps and in prefills. ``--expert-parallel`` shares out the experts of a model
-that has some.
+the same lengths once more, and ``later`` as many further ones. The tokens that are chosen at
+temperature 0 must be equal in both ways. With ``--timeline`` the first engine of each way ends with
+a profile of what the GPU of the first rank does in decoding steps and in prefills. ``--expert-
+parallel`` shares out the experts of a model that has some.
 
     python benchmarks/vllm_engine.py --json FILE --checks all [--layers 4] [--at-once 2]
 
@@ -435,9 +435,7 @@ def measured(
             return seconds, [list(output.outputs[0].token_ids) for output in outputs]
 
         result: dict[str, Any] = {"start_s": start_s, **step_times(generate)}
-        new, later = (
-            [numbers.randrange(300, 4000) for _ in range(NEW_PROMPTS)] for _ in range(2)
-        )
+        new, later = ([numbers.randrange(300, 4000) for _ in range(NEW_PROMPTS)] for _ in range(2))
         for name, lengths in (("new", new), ("again", new), ("later", later)):
             result[f"{name}_ms"] = sum(1e3 * generate(1, each, 1)[0] for each in lengths)
         numbers.seed(7)

@@ -50,9 +50,9 @@ def _remembering() -> Iterator[tuple[dist.ProcessGroup, Group]]:
 
 def _operands(seed: int, rows: int = ROWS) -> Operands:
     generator = torch.Generator().manual_seed(10 * seed + dist.get_rank())
-    shapes = (rows, INNER), (COLUMNS, INNER), (COLUMNS,)
-    x, w, bias = (torch.randn(*shape, generator=generator) for shape in shapes)
-    return x, w, bias
+    x, w = (torch.randn(*shape, generator=generator) for shape in ((rows, INNER), (COLUMNS, INNER)))
+    # The same on every rank, as a bias must be.
+    return x, w, torch.randn(COLUMNS, generator=torch.Generator().manual_seed(seed))
 
 
 def _takes_long_way(call: Callable[[], object], step: str = "effective_impl") -> bool:
@@ -143,33 +143,41 @@ def test_calls_with_scales_are_found_by_their_kind(ranks: Any, name: str, impl: 
         assert max(errors) < 2**-6
 
 
-def _preparations(name: str) -> tuple[list[bool], float]:
-    """Which calls of ``"pushed"`` prepare their launches, and the largest error: five calls of
-    operands elsewhere, and then those of the first one twice more.
+def _preparations(name: str, impl: str) -> tuple[list[bool], float]:
+    """Which calls prepare their launches, and the largest error: five calls of operands elsewhere,
+    and then those of the first one twice more.
     """
     operator, prepared, error = getattr(interlace, name), [], 0.0
     kept = [_operands(seed) for seed in range(5)]
     with _remembering() as (members, _):
         for x, w, bias in (*kept, kept[0], kept[0]):
+            operands = (x, w) if impl == "remote_stores" else (x, w, bias)
             results: list[torch.Tensor] = []
 
             def call(*operands: torch.Tensor, results: list[torch.Tensor] = results) -> None:
-                results.append(operator(*operands, impl="pushed", group=members))
+                results.append(operator(*operands, impl=impl, group=members))
 
-            prepared.append(_takes_long_way(functools.partial(call, x, w, bias), "_run_decided"))
-            expected = operator(x, w, bias, impl="unfused")
+            prepared.append(_takes_long_way(functools.partial(call, *operands), "_run_decided"))
+            expected = operator(*operands, impl="unfused")
             error = max(error, float((results[0] - expected).abs().max()))
     return prepared, error
 
 
 @pytest.mark.parametrize(
-    "name", ["gemm_all_reduce", "gemm_reduce_scatter", "all_gather_gemm", "gemm_all_to_all"]
-)
-def test_calls_that_come_once_go_past_preparations(ranks: Any, name: str) -> None:
+    ("name", "impl"),
+    [
+        ("gemm_all_reduce", "pushed"), ("gemm_reduce_scatter", "pushed"),
+        ("all_gather_gemm", "pushed"), ("gemm_all_to_all", "pushed"),
+        ("gemm_all_reduce", "fused"), ("gemm_all_to_all", "fused"),
+        ("gemm_all_reduce", "remote_stores"),
+        ("gemm_all_reduce", "chunked"), ("gemm_all_to_all", "chunked"),
+    ],
+)  # fmt: skip
+def test_calls_that_come_once_go_past_preparations(ranks: Any, name: str, impl: str) -> None:
     """One that comes for the second time may become a graph, and is prepared as one. That which
     goes the whole way has not been asked about.
     """
-    for prepared, error in ranks(2).run(_preparations, name):
+    for prepared, error in ranks(2).run(_preparations, name, impl):
         assert prepared == [True, False, False, False, False, False, True]
         assert error < 1e-4
 
@@ -249,7 +257,11 @@ def _kept_alive(impl: str, with_norm: bool) -> list[bool]:
 
 
 @pytest.mark.parametrize(
-    ("impl", "with_norm"), [("pushed", False), ("gemv", False), ("pushed", True), ("fused", True)]
-)
+    ("impl", "with_norm"),
+    [
+        ("pushed", False), ("gemv", False), ("fused", False), ("chunked", False),
+        ("pushed", True), ("fused", True),
+    ],
+)  # fmt: skip
 def test_what_is_remembered_keeps_nothing_alive(ranks: Any, impl: str, with_norm: bool) -> None:
     assert ranks(2).run(_kept_alive, impl, with_norm) == [[False] * 3] * 2

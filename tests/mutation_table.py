@@ -634,6 +634,30 @@ MUTANTS = [
         "test_costs_time.py::test_corrections_of_any_rows_are_those_of_all_measured_calls",
     ),
     Mutant(
+        "interlace/costs/time.py",
+        "        if row_bytes % _SECTOR_BYTES:\n",
+        "        if row_bytes % _LINE_BYTES:\n",
+        "test_costs_time.py::test_rows_that_do_not_begin_at_lines_are_read_more_slowly",
+    ),
+    Mutant(
+        "interlace/gemm/implementations/outputs.py",
+        "if not original.is_explicit and original.operands.rows % _REPEATED_ROWS:",
+        "if not original.is_explicit and original.operands.rows % 1:",
+        "gemm/test_outputs.py::test_outputs_are_for_rows_that_come_again",
+    ),
+    Mutant(
+        "interlace/gemm/launch.py",
+        "        relaunch(launch.grid[0], launch.arguments)",
+        '        relaunch(1, launch.arguments | {"M": 0})',
+        "gemm/test_forms.py::test_calls_that_come_once_go_past_preparations",
+    ),
+    Mutant(
+        "interlace/operators/gemm_all_reduce/normed_launch.py",
+        "        relaunch(len(x), _sum_arguments(total, results, eps, *vectors))",
+        "        relaunch(len(x) - 1, _sum_arguments(total, results, eps, *vectors))",
+        "operators/gemm_all_reduce_norm/test_norm.py::test_calls_of_one_form",
+    ),
+    Mutant(
         "interlace/operators/mixture_of_experts/__init__.py",
         "tensors, world_size, _limit(x, capacity)",
         "tensors, world_size, _limit(x, None)",

@@ -390,6 +390,26 @@ def test_shipped_profiles_are_what_the_results_say(shipped: MachineProfile) -> N
     assert factors[0] == pytest.approx(factors[1], rel=0.02)
 
 
+@pytest.mark.parametrize(
+    ("inner", "itemsize", "more"),
+    [(4096, 2, 0.0), (4080, 2, 0.15), (4112, 2, 0.15), (4072, 2, 0.45), (4120, 4, 0.15)],
+)
+def test_rows_that_do_not_begin_at_lines_are_read_more_slowly(
+    inner: int, itemsize: int, more: float
+) -> None:
+    """By a kernel that reads them by their addresses, and by no other."""
+    call = SizedCall(8, 8192, inner, itemsize, 2)
+    whole, read = (
+        call.parts_us(H200, "gemm_all_reduce", schedule, (128, 256))
+        for schedule in ("whole", "by_address")
+    )
+    longer = more * whole["memory"]
+    assert read["memory"] == pytest.approx(whole["memory"] + longer)
+    assert read["product"] == pytest.approx(whole["product"] + longer)
+    assert read["longer"] == max(read["product"], read["link"])
+    assert read["link"] == whole["link"]
+
+
 def test_calls_of_two_ranks_say_nothing_of_further_peers() -> None:
     """What a further peer costs stays as it is known where no call shows it."""
     documents = [json.loads((RESULTS / name).read_text()) for name in SHIPPED[1].results]

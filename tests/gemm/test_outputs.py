@@ -14,7 +14,7 @@ import torch.distributed as dist
 import interlace
 from interlace import BackendError
 from interlace.gemm.call import GemmCall
-from interlace.gemm.implementations import stock
+from interlace.gemm.implementations import outputs, stock
 from interlace.gemm.operands import Operands
 from interlace.mapped import triggered
 from interlace.registry import operator_named
@@ -130,7 +130,10 @@ def _memory_of_many_sizes(impl):
     # Nobody has asked for an output of these sizes: the ones that are used stay. Ranks do not ask
     # one another about each of them.
     unasked = []
-    with mock.patch.object(group, "exchange", wraps=group.exchange) as exchange:
+    with (
+        mock.patch.object(group, "exchange", wraps=group.exchange) as exchange,
+        mock.patch.object(outputs, "_REPEATED_ROWS", 4),
+    ):
         for size in (11, 10, *range(12, 28)):
             w = torch.ones(512 * size, 4)
             operands = Operands(torch.ones(4, 4), w, None, None, None, w.dtype)
@@ -145,6 +148,21 @@ def _memory_of_many_sizes(impl):
 def test_memory_is_bounded(ranks, impl):
     unasked = [True, False, *[True] * 16]
     assert ranks(2).run(_memory_of_many_sizes, impl) == [(4, unasked, 6, 0)] * 2
+
+
+def _outputs_unasked(impl):
+    """Whether there is a result of so many rows without having been asked for, by rows."""
+    process_group = dist.new_group()
+    return {
+        rows: _sum_of(rows, impl, process_group, False) is not None for rows in (63, 64, 65, 128)
+    }
+
+
+@pytest.mark.parametrize("impl", CARRIED)
+def test_outputs_are_for_rows_that_come_again(ranks, impl):
+    """A prompt's length seldom does."""
+    found = {63: False, 64: True, 65: False, 128: True}
+    assert ranks(2).run(_outputs_unasked, impl) == [found] * 2
 
 
 def _sum_of(rows, impl, process_group, replace, columns=512):

@@ -48,8 +48,9 @@ def explain(
     Returns:
         One sentence: the implementation, the fused kernel's configuration, sizes, ranks, and the
         reason. Then, of several ranks on one node, the symmetric memory that each implementation
-        needs on a rank that holds none yet. A group keeps mapped outputs of four sizes; a call
-        with a fifth runs another implementation, which is not foreseen here.
+        needs on a rank that holds none yet. A group keeps mapped outputs of four sizes, whose
+        numbers of rows 64 divides; a call of other sizes runs another implementation, which is not
+        foreseen here.
 
     Raises:
         ArgumentError: No such operator, or arguments that it does not have or would refuse.

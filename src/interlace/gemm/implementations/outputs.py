@@ -33,6 +33,11 @@ layers of a model do, has one of each.
 """
 
 
+_REPEATED_ROWS = 64
+"""Numbers of rows that this divides get an output without having been asked for: batches and chunks
+that a program repeats are round, and a prompt's length seldom comes again.
+"""
+
 _MOST_ABSENT = 1024
 """The number of sizes of which a group remembers that it has no output."""
 
@@ -93,7 +98,8 @@ def run_into_output(
 
     If the caller has asked for the implementation, a new output takes the place of the one that was
     not used for longest (but of none that a CUDA graph has captured on any rank). Else there is
-    none for new sizes once as many as a group keeps are in use.
+    none for new sizes once as many as a group keeps are in use, nor for sizes that seldom come
+    again.
 
     Args:
         original: The call. X is copied if its rows are not contiguous.
@@ -105,6 +111,8 @@ def run_into_output(
         BackendError: The caller has asked for it, and the driver cannot map memory or let copies
             wait.
     """
+    if not original.is_explicit and original.operands.rows % _REPEATED_ROWS:
+        return None
     call = original.with_operands(original.operands.with_contiguous_rows())
     product = _kept_output(output, call, replace=call.is_explicit)
     if product is None:

@@ -47,7 +47,7 @@ def _in_blocks(columns: int) -> list[tuple[str, int, float]]:
     """The largest error of float8 norms with scales of blocks, as a part of their block's largest
     element, by implementation and rows.
     """
-    results = []
+    columns, results = 512, []
     own = torch.Generator().manual_seed(1 + dist.get_rank())
     w = torch.randn(columns, 256, generator=own).bfloat16().cuda()
     for impl, rows in (("fused", 1), ("fused", 5), ("pushed", 5), ("pushed", 300), ("gemm", 5)):
@@ -98,12 +98,16 @@ def test_products_of_float8(ranks: Any) -> None:
         assert [each for each in results if not each[2] < 2e-2] == []
 
 
-def _many_rows(inner: int, scales_of: str) -> list[tuple[int, float, bool]]:
+_NUMBERS = {512: (4096, 300, 1000, 257, 999), 8192: (4096, 2049, 3000, 2056, 2999)}
+"""Numbers of rows by columns: what one kernel behind the product sums, and what it does not."""
+
+
+def _many_rows(columns: int, inner: int, scales_of: str) -> list[tuple[int, float, bool]]:
     """Calls of a server: other rows and other memory in each, one weight for each layer. The first
     one has most rows, as memory that grows makes ranks forget.
 
     Args:
-        inner: K.
+        columns, inner: N and K.
         scales_of: What has a scale in float8: ``"rows"`` or ``"blocks"``; empty for bfloat16.
     """
     group = interlace.group_of()
@@ -115,13 +119,13 @@ def _many_rows(inner: int, scales_of: str) -> list[tuple[int, float, bool]]:
         found.append(result is not None)
         return result
 
-    columns, results = 512, []
+    results = []
     own = torch.Generator().manual_seed(1 + dist.get_rank())
     shared = torch.Generator().manual_seed(0)
     weights = [torch.randn(columns, inner, generator=own).bfloat16().cuda() for _ in range(2)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(group, "recall_form", recorded)
-        for rows in (4096, 300, 1000, 257, 999):
+        for rows in _NUMBERS[columns]:
             for w in weights:
                 x = torch.randn(rows, inner, generator=own).bfloat16().cuda()
                 residual = torch.randn(rows, columns, generator=shared).bfloat16().cuda()
@@ -166,12 +170,17 @@ def _product(
     return dequantised(x, x_scale, 1) @ dequantised(w, w_scale, 128).T
 
 
+@pytest.mark.parametrize("columns", _NUMBERS)
 @pytest.mark.parametrize("scales_of", ["", "rows", "blocks"])
-def test_many_rows_of_one_form(ranks: Any, scales_of: str) -> None:
-    """Every call but the first is found by its form, whatever its rows and addresses are."""
-    for results in ranks(2).run(_many_rows, 256, scales_of):
+def test_many_rows_of_one_form(ranks: Any, scales_of: str, columns: int) -> None:
+    """Calls are found by their form, whatever their rows and addresses are."""
+    for results in ranks(2).run(_many_rows, columns, 256, scales_of):
         assert [(rows, error) for rows, error, _ in results if not error < 2e-2] == []
-        assert [is_found for _, _, is_found in results] == [False] + [True] * (len(results) - 1)
+        found = [is_found for _, _, is_found in results]
+        # What sums larger numbers may need memory at each, by which ranks forget; not at the next
+        # weight.
+        assert found[1::2] == [True] * len(_NUMBERS[columns])
+        assert columns > 512 or found == [False] + [True] * (len(results) - 1)
 
 
 def _compiled_ahead(inner: int) -> tuple[list[str], float]:

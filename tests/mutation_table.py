@@ -640,6 +640,12 @@ MUTANTS = [
         "test_costs_time.py::test_rows_that_do_not_begin_at_lines_are_read_more_slowly",
     ),
     Mutant(
+        "interlace/gemm/choice.py",
+        "corrections.knows(size)",
+        "not corrections.knows(size)",
+        "gemm/test_row_families.py::test_many_rows_are_chosen_for_by_their_class",
+    ),
+    Mutant(
         "interlace/gemm/implementations/outputs.py",
         "if not original.is_explicit and original.operands.rows % _REPEATED_ROWS:",
         "if not original.is_explicit and original.operands.rows % 1:",

@@ -11,11 +11,15 @@ import torch
 import torch.distributed as dist
 
 import interlace
+from interlace.cli.gpus import gpu_named
 from interlace.comm import process_group_named
 from interlace.comm.groups.group import Group
 from interlace.comm.host.agreement import Agreement, Family
 from interlace.costs import known_profiles
+from interlace.costs.known_profiles import profile_of
 from interlace.gemm import dispatch
+from interlace.gemm.choice import by_class, rows_of_class
+from interlace.gemm.operator import product_operator
 from interlace.operators.gemm_all_reduce import GemmAllReduce
 from tests.errors import error_of
 
@@ -117,3 +121,34 @@ def test_marks_of_sizes() -> None:
     for sizes in ([1 << power for power in range(20)], range(125)):
         assert len({families[3].mark(size) for size in sizes}) == len(sizes)
     assert len({family.mark(64) for family in families}) == len(families)
+
+
+@pytest.mark.parametrize(
+    ("rows", "ranks_count", "expected"),
+    [
+        (1, 2, 1), (255, 2, 255), (256, 4, 256),  # few rows are chosen for by themselves
+        (257, 2, 273), (258, 2, 272), (272, 2, 272), (512, 2, 512), (514, 2, 544),
+        (1000, 2, 1024), (1000, 3, 1025), (4096, 8, 4096), (4098, 2, 4352), (8191, 2, 8193),
+    ],
+)  # fmt: skip
+def test_classes_of_rows(rows: int, ranks_count: int, expected: int) -> None:
+    assert rows_of_class(rows, ranks_count) == expected
+
+
+def test_many_rows_are_chosen_for_by_their_class() -> None:
+    """All of a class alike, but for sizes that were measured."""
+    gpu, sizes = gpu_named("h200"), {"columns": 8192, "inner": 4096, "world_size": 2}
+    call = sizes | {"device": gpu, "dtype": torch.bfloat16}
+    for name in ("gemm_all_reduce", "gemm_reduce_scatter", "all_gather_gemm", "gemm_all_to_all"):
+        operator = product_operator(name)
+        choices = [operator.choose(rows=rows, **call) for rows in (994, 1000, 1024, 1026)]
+        assert choices[0] is choices[1] is choices[2] is not choices[3]
+    measured = profile_of(gpu.name).corrections["gemm_all_reduce"].calls
+    rows, columns, inner, ranks_count = next(
+        call for call in measured if rows_of_class(call[0], call[3]) != call[0]
+    )
+    call |= {"columns": columns, "inner": inner, "world_size": ranks_count}
+    assert by_class("gemm_all_reduce", call | {"rows": rows})["rows"] == rows
+    assert by_class("gemm_all_reduce", call | {"rows": rows + ranks_count})["rows"] > rows + 1
+    on_cpu = call | {"rows": rows + ranks_count, "device": torch.device("cpu")}
+    assert by_class("gemm_all_reduce", on_cpu) == on_cpu

@@ -315,6 +315,10 @@ class Corrections:
         index = self._indices.get(tuple(call.size))
         return index is not None and any(self.weights.get(implementation, ())[index : index + 1])
 
+    def knows(self, size: Sequence[int]) -> bool:
+        """Return whether a call of these sizes was measured."""
+        return tuple(size) in self._indices
+
     def _along_first(
         self, implementation: str, others: tuple[int, ...]
     ) -> Callable[[float], float]:

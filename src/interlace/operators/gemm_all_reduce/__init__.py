@@ -13,7 +13,7 @@ from interlace.costs.known_profiles import cached_by_profiles
 from interlace.errors import ArgumentError
 from interlace.gemm import schema
 from interlace.gemm.call import GemmCall, RowPlan
-from interlace.gemm.choice import choose_product
+from interlace.gemm.choice import by_class, choose_product
 from interlace.gemm.epilogue import Norm, Normed
 from interlace.gemm.gradients import product_gradients, save_operands
 from interlace.gemm.implementations import network, two_levels
@@ -73,10 +73,10 @@ class GemmAllReduce(GemmOperator):
         return rows
 
     def choose(self, **call: Any) -> Choice[Any]:
-        """Return what ``impl="auto"`` runs: by predicted times, unless the table of the kernel for
-        few rows has the very sizes.
+        """Return what ``impl="auto"`` runs: by predicted times, for many rows by their class,
+        unless the table of the kernel for few rows has the very sizes.
         """
-        return _choose(**call)
+        return _choose(**by_class(self.name, call))
 
     def invariant_choice(
         self,

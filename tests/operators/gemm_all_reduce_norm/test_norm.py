@@ -21,7 +21,7 @@ from interlace.costs import find_cost
 from interlace.gemm import dispatch
 from interlace.gemm.epilogue import Norm
 from interlace.gemm.scaled import block_scale_shapes, dequantised
-from interlace.operators.gemm_all_reduce import normed
+from interlace.operators.gemm_all_reduce import normed, normed_launch
 from interlace.operators.gemm_all_reduce.config import GemmAllReduceNormConfig
 from interlace.operators.gemm_all_reduce.normed import GemmAllReduceNorm
 from tests.errors import error_of
@@ -502,6 +502,23 @@ def test_calls_of_one_form(ranks: Any, kind: str, impl: str) -> None:
         assert are_equal == [True, True]
         # The kernel behind a product has memory for as many rows as a power of two.
         assert is_made == (impl == "gemm")
+
+
+def _beyond_the_limit() -> int:
+    """How many calls of more rows than one kernel is chosen for are remembered by their form."""
+    group, remembered = interlace.group_of(), []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Launch, "again", _launched_again)
+        patch.setattr(normed, "_known_call", lambda *_: (("any",), None))
+        patch.setattr(normed_launch, "MOST_PUSHED_BYTES", 1 << 10)
+        patch.setattr(group.replays, "remember_form", lambda _, again: remembered.append(again))
+        _normed(dict(_tensors(260, 24, 16, torch.float32)), impl="pushed")
+    return len(remembered)
+
+
+def test_more_rows_than_are_chosen_for_have_no_form(ranks: Any) -> None:
+    """They had what makes calls of as many rows, which took other operands."""
+    assert ranks(2).run(_beyond_the_limit) == [0, 0]
 
 
 def _with_other_tensors(impl: str, w_along_k: bool) -> list[tuple[int, bool]]:

@@ -229,9 +229,11 @@ def run_pushed(call: GemmCall) -> DeferredCall:
         # Batch-invariant products may need copies of operands, as those of float8 have had them.
         if call.is_batch_invariant or call is not given:
             return None
-        if is_pushed(rows, columns, dtype, call.group.world_size):
-            return _again_of_any_rows(call, kernels[-1])
-        return _again(call, take, kernels[-1], follows_product=True)
+        if call.known is not None:
+            return _again(call, take, kernels[-1], follows_product=True)
+        # Of more rows, which a caller has asked for, each number needs memory of its own.
+        is_of_any_rows = is_pushed(rows, columns, dtype, call.group.world_size)
+        return _again_of_any_rows(call, kernels[-1]) if is_of_any_rows else None
 
     return DeferredCall(
         (call.operator.name, "pushed", call.mark, *_memory(call)),

@@ -172,11 +172,11 @@ class TriggeredTransfers(MappedOutput):
         if self._queues:
             require_queues(self.group, "triggered transfers")
         target = super().begin()
-        # The last epoch's copies, which another stream may wait for, read the same memory.
-        with self.group.running():
-            self.counters.zero_()
         self._sent.clear()
         if self._queues:
+            # The last epoch's copies, which another stream may wait for, read the same memory.
+            with self.group.running():
+                self.counters.zero_()
             self._queues[self.half].arm(self)
         return target
 

@@ -827,6 +827,29 @@ def _mixture_of_experts_in_slices():
 
 
 def _mixture_of_experts_products(kernel):
+    """What :func:`_expert_products` says, with rows that leave and their scales in tuples."""
+    from interlace.operators.mixture_of_experts.kernels.dispatch import BlockScales, LeavingRows
+
+    absent = "constexpr"
+    for types, constants in _expert_products(kernel):
+        if kernel == "dispatch_grouped_gemm":
+            is_float8 = "x_scale" in types
+            of_blocks, scale_bytes = ("*fp32", "i64") if is_float8 else (absent, absent)
+            rows = LeavingRows(
+                types["x"], "*i32", absent, of_blocks, absent, "i64", "i64", "*i32", scale_bytes
+            )
+            scales = BlockScales("i64", "*fp32", "*fp32") if is_float8 else absent
+            yield types | {"rows": rows, "scales": scales}, constants
+        elif kernel == "dispatch_grouped_gemm_backward":
+            rows = LeavingRows(
+                types["grad"], "*i32", "*fp32", absent, absent, "i64", absent, absent, "i64"
+            )
+            yield types | {"rows": rows}, constants
+        else:
+            yield types, constants
+
+
+def _expert_products(kernel):
     """With descriptors, forward (for training) and backward; and with pointers."""
     import triton.language as tl
 
@@ -836,8 +859,6 @@ def _mixture_of_experts_products(kernel):
     pushing = RowPushing(programs=16, rows=64, block_rows=2, block_columns=1024, top_k=6, align=8)
     shared = _MOE_LANES | {"PUSHING": pushing, "LANES": _expert_lanes()}
     not_float8 = dict.fromkeys(("a_scale", "b_scale", "out_scale"))
-    if kernel == "dispatch_grouped_gemm":
-        not_float8 |= {"x_scale": None, "scale_bytes": None}
     alone = {"WORLD_SIZE": 1, "LANES": _expert_lanes(1)}
     directions = {
         "dispatch_grouped_gemm": ((True, False), (True, True)),

@@ -318,31 +318,28 @@ class Steps:
         along_k, halves = self.weights.in_order
         block = config.block_m, config.block_n // sizes.gates
         (x, x_scale), (active, active_scale) = tokens, activation
+        place, scale_bytes = space.destination, None if self.scales is None else self.scale_bytes
+        rows = dispatch.LeavingRows(
+            x, saved.slot_at, None, x_scale, None, place.address, place.buffer_bytes, grants,
+            scale_bytes,
+        )  # fmt: skip
         arguments = {
             **self.pushing_arguments(saved, space),
-            "x": x,
-            "x_scale": x_scale,
-            "grants": grants,
+            "rows": rows,
             "b": self.weight(self.weights.w_in, columns, sizes.hidden, along_k, halves),
-            "a_scale": None,
-            "b_scale": None,
+            "scales": None,
             "bias": self.weights.b_in,
             "out": self.operand(active, sizes.ffn, block),
-            "out_scale": active_scale,
             "kept": None if kept is None else self.operand(kept, sizes.ffn, block),
-            "buffers": space.destination.address,
-            "buffer_bytes": space.destination.buffer_bytes,
-            "scale_bytes": None,
             "arrivals": sizes.arrivals,
             "columns": columns,
         }
         keep = self.weights.w_in, active, active_scale, kept
         if self.scales is not None:
+            address = space.local_address + self.scale_bytes
             arguments |= {
-                "a_scale": space.local_address + self.scale_bytes,
-                "b_scale": self.scales.of_in,
+                "scales": dispatch.BlockScales(address, self.scales.of_in, active_scale),
                 "out": active.data_ptr(),
-                "scale_bytes": self.scale_bytes,
             }
         constants = self.pushing_constants(along_k)
         constants |= {"FORM": self.call.form, "DTYPE": triton_dtype(self.dtype)}
@@ -356,7 +353,6 @@ class Steps:
             space.local_address, sizes.arrivals, sizes.hidden, (config.block_m, config.block_k)
         )
         return {
-            "slot_at": saved.slot_at,
             "plan": saved.plan,
             # The product reads arriving rows from this rank's own buffer, which peers write.
             "a": own,
@@ -508,15 +504,16 @@ class Steps:
         sizes, config = self.sizes, self.config
         along_k = not self.weights.out_order.along_k
         block = config.block_m, config.block_n
+        rows = dispatch.LeavingRows(
+            grad.contiguous(), saved.slot_at, self.call.weights, None, None,
+            space.destination.own_address, None, None, self.scale_bytes,
+        )  # fmt: skip
         arguments = {
             **self.pushing_arguments(saved, space),
-            "grad": grad.contiguous(),
-            "scales": self.call.weights,
+            "rows": rows,
             "b": self.weight(self.weights.w_out, sizes.ffn, sizes.hidden, along_k),
             "out": self.operand(product_gradient, sizes.ffn, block),
             "met": met,
-            "buffer": space.destination.own_address,
-            "scale_bytes": self.scale_bytes,
             "columns": sizes.ffn,
         }
         grid, constants = (config.push_programs + self.programs,), self.pushing_constants(along_k)

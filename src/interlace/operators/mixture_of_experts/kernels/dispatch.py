@@ -50,7 +50,7 @@ class LeavingRows(NamedTuple):
         scales: The slots' numbers that leave with the rows; None if there are none.
         block_scales: The scales of float8 rows' blocks, ``[tokens, hidden / 128]``, which leave
             with them; None of other rows.
-        width: The width of a row.
+        width: The width of a row; None until the kernel knows it.
         buffers: Address of the first buffer (rank 0's copy), or of the only one.
         nbytes: Bytes of a buffer.
         grants: The index of the buffer that each rank grants; None if there is one buffer.
@@ -69,6 +69,20 @@ class LeavingRows(NamedTuple):
     scale_bytes: Any
 
 
+class BlockScales(NamedTuple):
+    """The scales of the blocks of float8 operands and of a float8 result.
+
+    Attributes:
+        a: Address of those of the rows that arrive, ``[arrivals, hidden / 128]``.
+        b: Those of the weight, ``[L, 2 F / 128, hidden / 128]``.
+        out: Those of the result, ``[arrivals, F / 128]``.
+    """
+
+    a: Any
+    b: Any
+    out: Any
+
+
 class ArrivingProduct(NamedTuple):
     """The operands and results of a product of rows that arrive, as descriptors or pointers; see
     :func:`dispatch_grouped_gemm`. Backward there is neither ``bias`` nor ``kept``, and ``scales``
@@ -85,6 +99,15 @@ class ArrivingProduct(NamedTuple):
     arrivals: Any
     columns: Any
     hidden: Any
+
+
+@triton.jit
+def _of_width(rows, width):
+    """Return rows that leave, with their width."""
+    return LeavingRows(
+        rows.x, rows.slot_at, rows.scales, rows.block_scales, width, rows.buffers, rows.nbytes,
+        rows.grants, rows.scale_bytes,
+    )
 
 
 @triton.jit
@@ -325,13 +348,12 @@ def _half_block(
 
 @triton.jit(do_not_specialize=["call", "L", "hidden_groups"])
 def dispatch_grouped_gemm(
-    x, x_scale, slot_at, plan, grants, a, b, a_scale, b_scale, bias, out, out_scale, kept, ticket,
-    buffers, signals, epochs, ctx, call, buffer_bytes, scale_bytes, arrivals, L, columns,
-    hidden_groups, LANES: tl.constexpr, PUSHING: tl.constexpr, TILING: tl.constexpr,
+    rows, plan, a, b, scales, bias, out, kept, ticket, signals, epochs, ctx, call, arrivals, L,
+    columns, hidden_groups, LANES: tl.constexpr, PUSHING: tl.constexpr, TILING: tl.constexpr,
     FORM: tl.constexpr, DTYPE: tl.constexpr,
 ):
-    """Send every slot's row of ``x`` to its expert's rank; compute the activation of gate and up of
-    what arrives.
+    """Send every slot's row of ``rows.x`` to its expert's rank; compute the activation of gate and
+    up of what arrives.
 
     ``b`` is ``[L, 2 F, hidden]``, the gate's rows before those of up if ``FORM.halves``, or else a
     row of each in turn (or ``[L, F, hidden]`` if experts have no gate), and ``bias``, unless it is
@@ -340,16 +362,14 @@ def dispatch_grouped_gemm(
     becomes the activation of both, ``[arrivals, F]``, and ``kept``, unless it is None, gate and up,
     ``[2, arrivals, F]``.
 
-    With ``x_scale [tokens, hidden / 128]`` rows and ``b`` are float8, ``x`` in words of four; the
-    scales of b's blocks are ``b_scale [L, 2 F / 128, hidden / 128]``. Those of the rows arrive
-    ``scale_bytes`` behind the buffer's beginning, which is ``a_scale [arrivals, hidden / 128]``.
-    The activation, which is rounded to ``DTYPE`` first, is float8 then, too, with scales
-    ``out_scale [arrivals, F / 128]``.
+    With ``scales``, a :class:`BlockScales`, rows and ``b`` are float8, ``rows.x`` in words of four.
+    The rows' scales arrive ``rows.scale_bytes`` behind the buffer's beginning, which is
+    ``scales.a``. The activation, which is rounded to ``DTYPE`` first, is float8 then, too.
 
     **Protocol.**
 
-    1. :func:`plan_call` has granted the buffers, and their indices are in ``grants``. Without every
-       grant nothing is sent.
+    1. :func:`plan_call` has granted the buffers, and their indices are in ``rows.grants``. Without
+       every grant nothing is sent.
     2. The first ``PUSHING.programs`` programs put rows straight into the granted buffer of their
        expert's rank, in the order (expert, source, slot). The program that completes an expert's
        rows of this rank signals their owner, ``[local expert][source]``.
@@ -371,26 +391,24 @@ def dispatch_grouped_gemm(
     if pid < PUSHING.programs:
         # Step 2. Without every grant the buffers may still be in use.
         if completeness(plan, None, arrival_plan.E, LANES.world_size) > 0:
-            width = hidden if x_scale is None else il.multiple_of(hidden, SCALED) // 4
-            rows = LeavingRows(
-                x, slot_at, None, x_scale, width, buffers, buffer_bytes, grants, scale_bytes
-            )
-            _push(rows, arrival_plan, flags, group, stamp, LANES, PUSHING)
+            width = hidden if scales is None else il.multiple_of(hidden, SCALED) // 4
+            leaving = _of_width(rows, width)
+            _push(leaving, arrival_plan, flags, group, stamp, LANES, PUSHING)
     else:
         # Step 3.
-        OPERAND: tl.constexpr = DTYPE if x_scale is None else tl.float8e4nv
+        OPERAND: tl.constexpr = DTYPE if scales is None else tl.float8e4nv
         left = as_operand(a, OPERAND, TILING.descriptors)
         right = as_operand(b, OPERAND, TILING.descriptors)
-        both, scales = kept, None
+        both, of_operands, of_result = kept, None, None
         if kept is not None:
             both = as_operand(kept, DTYPE, TILING.descriptors)
-        if x_scale is not None:
-            scales = Scales(il.pointer(a_scale, tl.float32), b_scale, None, None)
-            active = il.pointer(out, tl.int32)
+        if scales is not None:
+            of_operands = Scales(il.pointer(scales.a, tl.float32), scales.b, None, None)
+            of_result, active = scales.out, il.pointer(out, tl.int32)
         else:
             active = as_operand(out, DTYPE, TILING.descriptors)
         product = ArrivingProduct(
-            left, right, scales, bias, active, out_scale, both, arrivals, columns, hidden
+            left, right, of_operands, bias, active, of_result, both, arrivals, columns, hidden
         )
         _draw_tiles(
             product, arrival_plan, ticket, flags, stamp, group, LANES, PUSHING, TILING, DTYPE, FORM
@@ -399,15 +417,14 @@ def dispatch_grouped_gemm(
 
 @triton.jit(do_not_specialize=["call", "L", "hidden_groups"])
 def dispatch_grouped_gemm_backward(
-    grad, slot_at, scales, plan, a, b, out, ticket, met, buffer, signals, epochs, ctx, call,
-    scale_bytes, L, columns, hidden_groups, LANES: tl.constexpr, PUSHING: tl.constexpr,
-    TILING: tl.constexpr,
+    rows, plan, a, b, out, ticket, met, signals, epochs, ctx, call, L, columns, hidden_groups,
+    LANES: tl.constexpr, PUSHING: tl.constexpr, TILING: tl.constexpr,
 ):
-    """Send every slot's row of ``grad``, the gradient of y, to its expert's rank; multiply what
+    """Send every slot's row of ``rows.x``, the gradient of y, to its expert's rank; multiply what
     arrives by w_out.
 
-    Rows are accompanied by their slot's weight (``scales``). ``b`` is ``[L, columns, hidden]`` if
-    ``TILING.w_along_k``, else ``[L, hidden, columns]``; ``a`` is this rank's ``buffer``, which has
+    Rows are accompanied by their slot's weight (``rows.scales``). ``b`` is ``[L, columns, hidden]``
+    if ``TILING.w_along_k``, else ``[L, hidden, columns]``; ``a`` is this rank's buffer, which has
     the same index on every rank; ``out`` becomes the product, ``[arrivals, columns]``.
 
     **Protocol.**
@@ -424,7 +441,7 @@ def dispatch_grouped_gemm_backward(
     **Example.** The two ranks of :func:`dispatch_grouped_gemm`. Gradients take the way of the
     tokens, each with its slot's weight: rank 1's buffer gets rows 0 and 1 and two scales.
     """
-    DTYPE: tl.constexpr = grad.dtype.element_ty
+    DTYPE: tl.constexpr = rows.x.dtype.element_ty
     WORLD_SIZE: tl.constexpr = LANES.world_size
     pid = tl.program_id(0)
     epoch, stamp, group, rank = il.enter(epochs, ctx, call)
@@ -444,10 +461,8 @@ def dispatch_grouped_gemm_backward(
             tl.store(met, complete.to(tl.int32))
         # Step 2. Without every grant the buffers may still be in use.
         if complete:
-            rows = LeavingRows(
-                grad, slot_at, scales, None, hidden, buffer, None, None, scale_bytes
-            )
-            _push(rows, arrival_plan, flags, group, stamp, LANES, PUSHING)
+            leaving = _of_width(rows, hidden)
+            _push(leaving, arrival_plan, flags, group, stamp, LANES, PUSHING)
     else:
         # Step 3.
         product = ArrivingProduct(

@@ -836,14 +836,12 @@ def _mixture_of_experts_products(kernel):
             is_float8 = "x_scale" in types
             of_blocks, scale_bytes = ("*fp32", "i64") if is_float8 else (absent, absent)
             rows = LeavingRows(
-                types["x"], "*i32", absent, of_blocks, absent, "i64", "i64", "*i32", scale_bytes
+                types["x"], "*i32", absent, of_blocks, "i64", "i64", "*i32", scale_bytes
             )
             scales = BlockScales("i64", "*fp32", "*fp32") if is_float8 else absent
             yield types | {"rows": rows, "scales": scales}, constants
         elif kernel == "dispatch_grouped_gemm_backward":
-            rows = LeavingRows(
-                types["grad"], "*i32", "*fp32", absent, absent, "i64", absent, absent, "i64"
-            )
+            rows = LeavingRows(types["grad"], "*i32", "*fp32", absent, "i64", absent, absent, "i64")
             yield types | {"rows": rows}, constants
         else:
             yield types, constants

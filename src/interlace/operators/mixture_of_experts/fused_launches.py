@@ -320,8 +320,7 @@ class Steps:
         (x, x_scale), (active, active_scale) = tokens, activation
         place, scale_bytes = space.destination, None if self.scales is None else self.scale_bytes
         rows = dispatch.LeavingRows(
-            x, saved.slot_at, None, x_scale, None, place.address, place.buffer_bytes, grants,
-            scale_bytes,
+            x, saved.slot_at, None, x_scale, place.address, place.buffer_bytes, grants, scale_bytes,
         )  # fmt: skip
         arguments = {
             **self.pushing_arguments(saved, space),
@@ -505,7 +504,7 @@ class Steps:
         along_k = not self.weights.out_order.along_k
         block = config.block_m, config.block_n
         rows = dispatch.LeavingRows(
-            grad.contiguous(), saved.slot_at, self.call.weights, None, None,
+            grad.contiguous(), saved.slot_at, self.call.weights, None,
             space.destination.own_address, None, None, self.scale_bytes,
         )  # fmt: skip
         arguments = {

@@ -50,7 +50,6 @@ class LeavingRows(NamedTuple):
         scales: The slots' numbers that leave with the rows; None if there are none.
         block_scales: The scales of float8 rows' blocks, ``[tokens, hidden / 128]``, which leave
             with them; None of other rows.
-        width: The width of a row; None until the kernel knows it.
         buffers: Address of the first buffer (rank 0's copy), or of the only one.
         nbytes: Bytes of a buffer.
         grants: The index of the buffer that each rank grants; None if there is one buffer.
@@ -62,7 +61,6 @@ class LeavingRows(NamedTuple):
     slot_at: Any
     scales: Any
     block_scales: Any
-    width: Any
     buffers: Any
     nbytes: Any
     grants: Any
@@ -102,19 +100,11 @@ class ArrivingProduct(NamedTuple):
 
 
 @triton.jit
-def _of_width(rows, width):
-    """Return rows that leave, with their width."""
-    return LeavingRows(
-        rows.x, rows.slot_at, rows.scales, rows.block_scales, width, rows.buffers, rows.nbytes,
-        rows.grants, rows.scale_bytes,
-    )
-
-
-@triton.jit
 def _push(
-    rows, plan, flags, group, stamp, LANES: tl.constexpr, PUSHING: tl.constexpr,
+    rows, width, plan, flags, group, stamp, LANES: tl.constexpr, PUSHING: tl.constexpr,
 ):
-    """Send this program's share of the rows that leave, and signal complete experts.
+    """Send this program's share of the rows that leave, of so many elements each, and signal
+    complete experts.
 
     A program sends pieces of one expert each, experts in the order in which they are awaited.
     """
@@ -123,7 +113,7 @@ def _push(
     ROWS: tl.constexpr = PUSHING.block_rows
     COLS: tl.constexpr = PUSHING.block_columns
     BLOCK: tl.constexpr = SCALED // 4  # words of float8 that share a scale
-    E, L, width = plan.E, plan.L, rows.width
+    E, L = plan.E, plan.L
     rank = il.rank(group)
     lanes = tl.arange(0, LANES.experts)
     # The neighbour's first expert first, then the next rank's: ranks do not crowd one of them.
@@ -392,8 +382,7 @@ def dispatch_grouped_gemm(
         # Step 2. Without every grant the buffers may still be in use.
         if completeness(plan, None, arrival_plan.E, LANES.world_size) > 0:
             width = hidden if scales is None else il.multiple_of(hidden, SCALED) // 4
-            leaving = _of_width(rows, width)
-            _push(leaving, arrival_plan, flags, group, stamp, LANES, PUSHING)
+            _push(rows, width, arrival_plan, flags, group, stamp, LANES, PUSHING)
     else:
         # Step 3.
         OPERAND: tl.constexpr = DTYPE if scales is None else tl.float8e4nv
@@ -461,8 +450,7 @@ def dispatch_grouped_gemm_backward(
             tl.store(met, complete.to(tl.int32))
         # Step 2. Without every grant the buffers may still be in use.
         if complete:
-            leaving = _of_width(rows, hidden)
-            _push(leaving, arrival_plan, flags, group, stamp, LANES, PUSHING)
+            _push(rows, hidden, arrival_plan, flags, group, stamp, LANES, PUSHING)
     else:
         # Step 3.
         product = ArrivingProduct(

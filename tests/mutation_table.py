@@ -286,7 +286,7 @@ MUTANTS = [
     # gemm
     Mutant(
         "interlace/gemm/dispatch.py",
-        "is_pair = operator.is_pair(decision.implementations[0].name)",
+        "is_pair = operator.is_pair(implementation.name)",
         "is_pair = False",
         "gemm/test_row_families.py",
     ),

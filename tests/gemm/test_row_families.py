@@ -114,6 +114,25 @@ def test_different_rows_are_found(ranks: Any, impl: str) -> None:
     assert any(fields["different_call"] for _, fields in outcomes)
 
 
+def _different_rows_of_a_pair_that_steps_in() -> tuple[str, dict[str, Any]]:
+    """Calls whose first implementation has no output for their rows, so the pair runs them."""
+    choose = GemmAllReduce.choose
+
+    def chosen(*given: Any, **call: Any) -> Any:
+        times_us = {"chunked": 1.0, "unfused": 2.0}
+        return dataclasses.replace(choose(*given, **call), impl="chunked", times_us=times_us)
+
+    with mock.patch.object(GemmAllReduce, "choose", chosen):
+        return _different_rows("auto")
+
+
+def test_different_rows_are_found_where_a_pair_steps_in(ranks: Any) -> None:
+    """A pair runs with no marks of its own wherever it stands among the implementations."""
+    outcomes = ranks(2).run(_different_rows_of_a_pair_that_steps_in)
+    assert {kind for kind, _ in outcomes} == {"PeerTimeoutError"}
+    assert any(fields["different_call"] for _, fields in outcomes)
+
+
 def test_marks_of_sizes() -> None:
     """Powers of two and neighbours, which programs mix up, have different ones."""
     families = [Family(number, is_alike=True, profiles=0) for number in range(60)]

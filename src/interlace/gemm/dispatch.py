@@ -238,7 +238,6 @@ def run(
         if not decision.is_measured:
             # Ranks ask one another in the next call again, so none may pass that over.
             call = dataclasses.replace(call, known=None, form=None)
-    _meet_before_pair(call, decision)
     return _run_decided(call, decision)
 
 
@@ -247,6 +246,7 @@ def _run_decided(call: GemmCall, decision: Decision) -> Any:
     # All ranks have agreed on the implementations, so none falls back without its peers: an
     # implementation returns None if it has no memory for these sizes, on all ranks alike.
     for implementation in decision.implementations:
+        _meet_before_pair(implementation, call, decision)
         result = _run_if_memory(implementation, call, decision)
         if result is not None:
             decision.has_run = True
@@ -395,7 +395,7 @@ def _run_again(
     return _run_decided(call, decision)
 
 
-def _meet_before_pair(call: GemmCall, decision: Decision) -> None:
+def _meet_before_pair(implementation: Implementation, call: GemmCall, decision: Decision) -> None:
     """Let ranks' GPUs compare a call whose rows no host has compared, once for each number of rows.
 
     Signals of our kernels carry the call's mark, so different rows are found in each call. Those of
@@ -406,7 +406,7 @@ def _meet_before_pair(call: GemmCall, decision: Decision) -> None:
     rows = call.operands.rows
     if family is None or group.world_size == 1 or rows in family.met:
         return
-    is_pair = operator.is_pair(decision.implementations[0].name)
+    is_pair = operator.is_pair(implementation.name)
     if not is_pair or group.capture_id() is not None:
         return
     family.met.add(rows)

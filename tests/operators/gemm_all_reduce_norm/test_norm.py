@@ -521,6 +521,35 @@ def test_more_rows_than_are_chosen_for_have_no_form(ranks: Any) -> None:
     assert ranks(2).run(_beyond_the_limit) == [0, 0]
 
 
+class _OnGpu:
+    """A tensor that says it lies on a GPU."""
+
+    is_cuda = True
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tensor, name)
+
+
+def test_forms_tell_pushed_rows_from_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls of many rows have one form for each of the two ways in which they run."""
+    monkeypatch.setattr(normed_launch, "MOST_PUSHED_BYTES", 400 * 24 * 4)
+
+    def form(rows: int) -> Any:
+        x, w, residual = torch.ones(rows, 16), torch.ones(24, 16), torch.ones(rows, 24)
+        given: list[Any] = [_OnGpu(x), _OnGpu(w), None, _OnGpu(residual)]
+        steps = [None, None, "rms", EPS, None, None, False, None, None, "", "auto", ""]
+        known = normed._known_call(2, *given, *steps)
+        assert known is not None
+        assert known[1] is None  # wherever the operands lie
+        return known[0]
+
+    forms = {rows: form(rows) for rows in (257, 300, 400, 401, 900)}
+    assert forms[257] == forms[300] == forms[400] != forms[401] == forms[900]
+
+
 def _with_other_tensors(impl: str, w_along_k: bool) -> list[tuple[int, bool]]:
     """How often a call by what the first one of its rows has left goes through the implementation,
     and whether its results are those of the operator; twice with the same operands.

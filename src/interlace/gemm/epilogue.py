@@ -98,6 +98,11 @@ class Epilogue:
         )
 
     @property
+    def tensors(self) -> tuple[torch.Tensor | None, ...]:
+        """Return the residual, the norm's weight and bias, and the scale."""
+        return self.residual, self.norm_weight, self.norm_bias, self.scale
+
+    @property
     def quantization(self) -> str:
         """Return ``"none"``, or what has a scale of its own: ``"tensor"``, ``"row"`` or
         ``"block"``.
@@ -129,7 +134,7 @@ class Epilogue:
 
     def memory(self) -> tuple[Hashable, ...]:
         """Return where the tensors lie, by which ``Replays.run`` tells calls apart."""
-        return places(self.residual, self.norm_weight, self.norm_bias, self.scale)
+        return places(*self.tensors)
 
     def result_shapes(
         self, rows: int, columns: int, dtype: torch.dtype

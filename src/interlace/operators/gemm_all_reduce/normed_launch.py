@@ -339,8 +339,7 @@ def run_gemm(call: GemmCall) -> PerformedCall:
     )  # fmt: skip
     total = sum_up(operands.x, operands.w, operands.bias, operands.x_scale, operands.w_scale)
     results = empty_results(call)
-    vectors = epilogue.residual, epilogue.norm_weight, epilogue.norm_bias, epilogue.scale
-    arguments = _sum_arguments(total, results, epilogue.eps, *vectors)
+    arguments = _sum_arguments(total, results, epilogue.eps, *epilogue.tensors)
     columns = _row_columns(operands.columns)
     constants = {"COLUMNS": columns, "FORM": _form(call, 1), "num_warps": _row_warps(columns)}
     from interlace.operators.gemm_all_reduce.kernels.norm_rows import norm_rows
@@ -381,8 +380,9 @@ def _sum_again(
         sum_up: Returns the sum over ranks of a product; it refers to no operand and no group.
         norm: What has normalised the call's sum.
     """
-    relaunch = norm.again()
-    if relaunch is None or call.known is not None:
+    # Calls that are found by their addresses too have graphs, which need no such thing.
+    relaunch = norm.again() if call.known is None else None
+    if relaunch is None:
         return None
     eps, take = call.known_epilogue.eps, _results_of_any_rows(call)
 
@@ -447,8 +447,7 @@ def _form(call: GemmCall, sections: int) -> Any:
 def _epilogue_arguments(call: GemmCall, results: Normed) -> dict[str, Any]:
     """Return the arguments of a kernel that normalises, by name."""
     operands, epilogue = call.operands, call.known_epilogue
-    vectors = epilogue.residual, epilogue.norm_weight, epilogue.norm_bias, epilogue.scale
-    arguments = _norm_arguments(results, epilogue.eps, operands.bias, *vectors)
+    arguments = _norm_arguments(results, epilogue.eps, operands.bias, *epilogue.tensors)
     return arguments | {"N": operands.columns, "B": operands.rows}
 
 

@@ -67,19 +67,19 @@ def rows_of_class(rows: int, world_size: int) -> int:
     return round_up(rows, 1 << (octave - _CLASSES_PER_OCTAVE_LOG2)) + (rows % world_size > 0)
 
 
-def by_class(operator: str, call: Mapping[str, Any]) -> dict[str, Any]:
+def by_class(operator: str, call: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a call, as :func:`choose_product` takes it, with the rows of its class; as it is where
     its very sizes were measured.
     """
     device, world_size = call["device"], call["world_size"]
     rows = rows_of_class(call["rows"], world_size)
     if device.type == "cpu" or rows == call["rows"]:
-        return {**call}
+        return call
     gpu = Gpu.of(device)
     corrections = profile_of(gpu.name, gpu.processors).corrections.get(operator)
     size = call["rows"], call["columns"], call["inner"], world_size
     is_measured = corrections is not None and corrections.knows(size)
-    return {**call} if is_measured else {**call, "rows": rows}
+    return call if is_measured else {**call, "rows": rows}
 
 
 @cached_by_profiles

@@ -320,8 +320,15 @@ class Steps:
         (x, x_scale), (active, active_scale) = tokens, activation
         place, scale_bytes = space.destination, None if self.scales is None else self.scale_bytes
         rows = dispatch.LeavingRows(
-            x, saved.slot_at, None, x_scale, place.address, place.buffer_bytes, grants, scale_bytes,
-        )  # fmt: skip
+            x=x,
+            slot_at=saved.slot_at,
+            scales=None,
+            block_scales=x_scale,
+            buffers=place.address,
+            nbytes=place.buffer_bytes,
+            grants=grants,
+            scale_bytes=scale_bytes,
+        )
         arguments = {
             **self.pushing_arguments(saved, space),
             "rows": rows,
@@ -504,9 +511,15 @@ class Steps:
         along_k = not self.weights.out_order.along_k
         block = config.block_m, config.block_n
         rows = dispatch.LeavingRows(
-            grad.contiguous(), saved.slot_at, self.call.weights, None,
-            space.destination.own_address, None, None, self.scale_bytes,
-        )  # fmt: skip
+            x=grad.contiguous(),
+            slot_at=saved.slot_at,
+            scales=self.call.weights,
+            block_scales=None,
+            buffers=space.destination.own_address,
+            nbytes=None,
+            grants=None,
+            scale_bytes=self.scale_bytes,
+        )
         arguments = {
             **self.pushing_arguments(saved, space),
             "rows": rows,

@@ -13,8 +13,8 @@ Times are microseconds per decoding step (what 96 more tokens take, divided by 9
 per prefill of one sequence. ``new`` are prefills of lengths that the engine has not seen, ``again``
 the same lengths once more, and ``later`` as many further ones. The tokens that are chosen at
 temperature 0 must be equal in both ways. With ``--timeline`` the first engine of each way ends with
-a profile of what the GPU of the first rank does in decoding steps and in prefills. ``--expert-
-parallel`` shares out the experts of a model that has some.
+a profile of what the GPU of the first rank does in decoding steps and in prefills.
+``--expert-parallel`` shares out the experts of a model that has some.
 
     python benchmarks/vllm_engine.py --json FILE --checks all [--layers 4] [--at-once 2]
 

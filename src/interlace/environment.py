@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -15,6 +16,21 @@ LIMIT_VARIABLE = "INTERLACE_MAX_WORKSPACE"
 _ON, _OFF = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
+def text_of(variable: str) -> str | None:
+    """Return what a variable holds; None if it is not set.
+
+    Calls ask for variables that are seldom set, and ``os.environ`` raises an error and catches it
+    for each of those, which takes several times as long as looking where CPython keeps them.
+    """
+    held: Mapping[bytes, bytes] | None = getattr(os.environ, "_data", None)
+    if held is not None and _encoded(variable) not in held:
+        return None
+    return os.environ.get(variable)
+
+
+_encoded = functools.cache(os.fsencode)
+
+
 def switch(variable: str) -> bool | None:
     """Return whether a variable is on; None if it is not set, or empty.
 
@@ -24,8 +40,8 @@ def switch(variable: str) -> bool | None:
     Raises:
         ArgumentError: The variable holds something else.
     """
-    text = os.environ.get(variable)
-    if not text:  # most often: calls ask, so this is quick
+    text = text_of(variable)
+    if not text:
         return None
     if text.lower() not in _ON + _OFF:
         raise ArgumentError(f"{variable} must be 1 or 0; got {text!r}. Change it, or unset it.")

@@ -15,7 +15,6 @@ which each rank has a subtree: see :func:`batch_invariant`.
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -118,8 +117,8 @@ def mode() -> int:
     """
     if _asked is not None:
         return _asked
-    text = os.environ.get(_VARIABLE)
-    if not text:  # most often: calls ask, so this is quick
+    text = environment.text_of(_VARIABLE)
+    if not text:
         return 0
     if text in map(str, _TREES):
         return int(text)

@@ -371,6 +371,39 @@ def test_a_bias_that_other_ranks_do_not_see(
         assert error < 1e-5
 
 
+class _PassingOn(torch.nn.Parameter):
+    """As vLLM's parameters, whose method does nothing by itself."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if kwargs is None:
+            kwargs = {}
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+class _Counting(_PassingOn):
+    calls = 0
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.calls += 1
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def test_parameters_that_change_no_call_are_not_asked() -> None:
+    layer = torch.nn.Module()
+    parameters = [kind(torch.ones(2)) for kind in (_PassingOn, _Counting, torch.nn.Parameter)]
+    for parameter in parameters:
+        vllm._note_parameter(layer, "weight", parameter)
+    vllm._note_parameter(layer, "bias", None)
+    asked = [type(each).__torch_function__ for each in parameters]
+    disabled = torch._C._disabled_torch_function_impl
+    assert [each is disabled for each in asked] == [True, False, True]
+    _Counting.calls = 0
+    assert parameters[1].sum() == parameters[0].sum() == 2
+    assert _Counting.calls > 0
+
+
 def _quantised(x: torch.Tensor, use_ue8m0: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """As vLLM's function, which has scales along rows for DeepGEMM and CUTLASS."""
     y, scale = torch.empty_like(x, dtype=FLOAT8), x.new_empty(2, len(x), dtype=torch.float32).T

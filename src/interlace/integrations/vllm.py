@@ -141,7 +141,7 @@ def register() -> None:
         foreign.register(foreign.ForeignNorm(name, has_residual))
     for name, operands in PRODUCTS.items():
         foreign.register(foreign.ForeignProduct(name, operands))
-    _watch_biases()
+    _watch_parameters()
     summary.name_program("vllm", "vLLM")
     _keep_graphs_apart()
     # At its start the engine waits for calls of dozens of sizes. Measured, each kind of them takes
@@ -154,17 +154,46 @@ _biased_columns: set[int] = set()
 
 
 @functools.cache
-def _watch_biases() -> None:
-    """Let torch call :func:`_note_bias` for every parameter that a module of this process gets."""
-    register_module_parameter_registration_hook(_note_bias)
+def _watch_parameters() -> None:
+    """Let torch call :func:`_note_parameter` for every parameter that a module of this process
+    gets.
+    """
+    register_module_parameter_registration_hook(_note_parameter)
 
 
-def _note_bias(layer: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
-    """Note a row-parallel layer that adds a bias, when it gets this parameter."""
+def _note_parameter(
+    layer: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None
+) -> None:
+    """Note a row-parallel layer that adds a bias, when it gets this parameter, and make operators
+    take the parameter at the cost of another tensor.
+    """
+    if parameter is None:
+        return
+    _ask_no_more(type(parameter))
     is_row_parallel = "RowParallelLinear" in (base.__name__ for base in type(layer).__mro__)
     adds_bias = not getattr(layer, "skip_bias_add", True)
-    if name == "bias" and parameter is not None and is_row_parallel and adds_bias:
+    if name == "bias" and is_row_parallel and adds_bias:
         _biased_columns.add(len(parameter))
+
+
+@functools.cache
+def _ask_no_more(kind: type) -> None:
+    """Let operators take parameters of a class as they take those of PyTorch's, if its method for
+    calls of them does nothing but call that of its base.
+
+    That is so for vLLM's parameters. PyTorch asks their method in each call of an operator, which
+    takes the host 10 us, as long as the operator's dispatch; that ``torch.nn.Parameter`` changes no
+    call, it knows without asking.
+    """
+    if not issubclass(kind, torch.nn.Parameter):  # a tensor that says that it is a parameter
+        return
+    for base in kind.__mro__[: kind.__mro__.index(torch.nn.Parameter)]:
+        code = getattr(getattr(vars(base).get(_ASKED), "__func__", None), "__code__", None)
+        if code is not None and code.co_names == ("super", _ASKED):
+            setattr(base, _ASKED, torch._C._disabled_torch_function_impl)
+
+
+_ASKED = "__torch_function__"
 
 
 def _require_no_bias(operand: torch.Tensor) -> None:

@@ -587,7 +587,7 @@ MUTANTS = [
     ),
     Mutant(
         "interlace/comm/replay/replays.py",
-        "(count <= _MOST_TRIES or count.bit_count() == 1)",
+        "(count < _FIRST_TRY + _TRIES or count.bit_count() == 1)",
         "count.bit_count() == 1",
         "comm/test_recall.py::test_what_never_becomes_a_graph_is_seldom_tried_again",
     ),

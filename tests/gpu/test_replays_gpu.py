@@ -128,7 +128,7 @@ def _together() -> tuple[list[str], int]:
 
     operands = _operands(1)
     wanted = [each.clone() for each in _calls(*operands)]
-    for _ in range(3):
+    for _ in range(12):
         compare(_calls(*operands), wanted)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -187,7 +187,7 @@ def _returned(turns: int) -> tuple[list[int], int]:
     places: set[int] = set()
     again = 0
     for _ in range(turns):
-        for _ in range(3):
+        for _ in range(12):
             found = _calls(*operands)
         wrong += [
             place
@@ -278,7 +278,7 @@ _IMPLS = {
 @pytest.mark.parametrize("rows", [16, ROWS])
 def test_operands_elsewhere(ranks: Any, world_size: int, rows: int) -> None:
     """One call of a form is enough to know the others, the first time that they come and later."""
-    for wrong, long_ways in ranks(world_size).run(_elsewhere, rows, 6, 5):
+    for wrong, long_ways in ranks(world_size).run(_elsewhere, rows, 4, 13):
         assert wrong == 0
         assert long_ways[0] > 0
         assert not any(long_ways[2:]), long_ways
@@ -427,7 +427,7 @@ def _choices() -> tuple[dict[str, int], list[str]]:
         name = f"{impl}, k = {k}, x {list(shape)}"
         rows = x.view(shape)
         call = functools.partial(interlace.linear_top_k, rows, w, k, bias, impl=impl)
-        for turn in range(8):
+        for turn in range(14):
             x.copy_(_operands(8 + turn, 8)[0])
             dist.broadcast(x, 0)
             found, files = _entered(call)
@@ -497,7 +497,7 @@ def _changes() -> list[str]:
             wrong.append(title)
 
     def settle() -> torch.Tensor:
-        for _ in range(8):
+        for _ in range(12):
             y = interlace.gemm_all_reduce(few, w)
         return y
 
@@ -560,7 +560,7 @@ def test_memory_that_torch_returns_and_gets_again(ranks: Any, world_size: int) -
 
 
 def test_a_program_that_never_settles(ranks: Any, world_size: int, turns: Any) -> None:
-    for graphs, more, grown in ranks(world_size).run(_moving, turns(1000)):
+    for graphs, more, grown in ranks(world_size).run(_moving, turns(1600)):
         assert 200 < graphs <= 256
         assert more <= 256 - graphs
         assert grown == 0

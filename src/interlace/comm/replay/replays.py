@@ -45,7 +45,7 @@ _MAX_CANDIDATES = 4096  # calls that came once and are captured when they come a
 _MOST_TEMPORARY_BYTES = 1 << 27  # of a call that may become a graph
 _MAX_REMEMBERED = 4096  # calls whose work is found by their operands alone
 _IDLE_RUNS = 16 * _MAX_GRAPHS  # runs of other calls after which a graph may make room
-_MOST_TRIES = 4  # calls with the same operands, the first of which never becomes a graph
+_FIRST_TRY, _TRIES = 8, 4  # among calls with the same operands, what may become a graph
 
 
 AgainCall = Callable[..., Any]
@@ -258,9 +258,11 @@ class Replays:
     def comes_again(self, operands: Hashable) -> bool:
         """Return whether a call with these operands, of which no graph was found, is to become one.
 
-        What comes once is not worth what a graph needs to know of it. Where operands come again and
-        the call's other memory is always elsewhere, no graph is ever found: so it is tried three
-        times, and then when they have come 8, 16, 32 times and so on.
+        To make a graph takes the host 1 to 2 ms, as long as ten calls that are made by their form
+        take longer than its replays; so it is tried when the operands have come 8 times. Where the
+        call's other memory is always elsewhere, no graph is ever found: so it is tried four times,
+        in which memory of two places has had two turns, and then when they have come 16, 32, 64
+        times and so on.
         """
         if operands is None or (len(self._graphs) >= _MAX_GRAPHS and self._runs < self._full_until):
             return False
@@ -268,7 +270,7 @@ class Replays:
         if count == 1:
             _drop_oldest(self._seen, _MAX_CANDIDATES)
         self._seen[operands] = count
-        return count > 1 and (count <= _MOST_TRIES or count.bit_count() == 1)
+        return count >= _FIRST_TRY and (count < _FIRST_TRY + _TRIES or count.bit_count() == 1)
 
     def forget(self) -> None:
         """Remember no call any more, as ranks have agreed on another way to run some."""

@@ -288,7 +288,7 @@ def _run_into_peers_again(
     """Run a call like an earlier one of :func:`run_into_peers`, by the kernel that it compiled."""
     output, y = take(group)
     launch = prepare(group, Operands(x, w, bias, None, None, dtype), output.destination)
-    with group.running():
+    with group.launching():
         relaunch(launch.grid[0], launch.arguments)
     return result(output, y)
 
@@ -364,6 +364,7 @@ def slots_for(
     )
 
 
+@functools.lru_cache(maxsize=1024)  # asked for in every call
 def lamport_size(operator: str, impl: str, slot_bytes: int, ranks: int) -> WorkspaceSize:
     """Return the size of the workspace of a kernel whose values travel by Lamport's protocol.
 
@@ -489,7 +490,7 @@ class KernelOfWords:
             def enqueue(**others: Any) -> None:
                 relaunch(programs, arguments | others)
 
-            with group.running():
+            with group.launching():
                 run(enqueue, memory, *operands)
             return result(*memory)
 

@@ -30,7 +30,7 @@ from interlace.comm.groups.symmetric_memory import MAX_PROGRAMS, SymmetricMemory
 from interlace.comm.host.agreement import Agreement
 from interlace.comm.host.cache import Answers, CallCache
 from interlace.comm.host.channel import HostChannel
-from interlace.comm.host.health import Health, Running
+from interlace.comm.host.health import Health, Launching, Running
 from interlace.comm.host.identity import identity, settings
 from interlace.comm.host.members import meet_members, members_of
 from interlace.comm.replay import recording as recordings
@@ -38,7 +38,7 @@ from interlace.comm.replay.deferred import DeferredCall, PerformedCall
 from interlace.comm.replay.memory import releases
 from interlace.comm.runtime.deadlines import default_deadline_s, recovery_s
 from interlace.comm.runtime.ordinary import makes_ordinary_tensors
-from interlace.comm.runtime.streams import Streams, launches
+from interlace.comm.runtime.streams import Streams
 from interlace.errors import BackendError, GroupError, WorkspaceError
 
 T = TypeVar("T")
@@ -221,13 +221,9 @@ class Group:
         work = self.replays.remembered(operands)
         if work is None or self.health.broken or not self.may_recall():
             return None
-        memory, before = work.take(self), launches.value
-        try:
+        memory = work.take(self)
+        with self.launching():
             is_found = self.replays.replay(operands, memory)
-        except BaseException as error:
-            if launches.value != before:
-                self.health.declare_interrupted("an operator's launches", error)
-            raise
         if not is_found:
             return None
         work.replayed(self, *memory)
@@ -353,6 +349,14 @@ class Group:
         have ended when the context exits, so an expired wait raises there.
         """
         return self.health.running(self.check)
+
+    def launching(self) -> Launching:
+        """Return the context in which a call launches its kernels again that :meth:`may_recall` has
+        let pass: there is nothing to order, and torch's current GPU is the group's.
+
+        An exception that leaves it after a launch breaks the group, as in :meth:`running`.
+        """
+        return self.health.launching()
 
     # What concerns all parts
 

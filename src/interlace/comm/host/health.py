@@ -286,6 +286,10 @@ class Health:
 
     # Running calls
 
+    def launching(self) -> Launching:
+        """Return the context of a call's launches; see ``Group.launching``."""
+        return Launching(self, self._streams)
+
     def running(self, check: Callable[[], None]) -> Running:
         """Return the context in which an operator launches its kernels; see ``Group.running``.
 
@@ -302,13 +306,41 @@ class Health:
         return Running(self, self._streams, self._traffic, check)
 
 
-class Running:
-    """Surround the launches of one call.
+class Launching:
+    """Surround the launches of a call that has nothing to wait for and nothing to check.
 
     This is a class and not a generator, which would cost the host more, as every call enters one.
     """
 
-    __slots__ = ("_check", "_health", "_launches_before", "_on_cpu", "_scope", "_streams")
+    __slots__ = ("_health", "_launches_before", "_streams")
+
+    def __init__(self, health: Health, streams: Streams) -> None:
+        self._health, self._streams = health, streams
+        self._launches_before = launches.value
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        # A launch that is captured by the program has not run: the graph is lost, and the call with
+        # it, but no epoch. A launch that may have run has advanced this rank's epochs.
+        if (
+            error is not None
+            and launches.value != self._launches_before
+            and self._streams.capture_id() is None
+        ):
+            self._health.declare_interrupted("an operator's launches", error)
+
+
+class Running(Launching):
+    """Surround the launches of one call, on the GPU of its group or in the interpreter."""
+
+    __slots__ = ("_check", "_on_cpu", "_scope")
 
     def __init__(
         self,
@@ -317,9 +349,8 @@ class Running:
         traffic: cpu_faults.Traffic,
         check: Callable[[], None],
     ) -> None:
-        self._health, self._streams, self._check = health, streams, check
-        self._launches_before = launches.value
-        self._on_cpu = not streams.on_gpu
+        super().__init__(health, streams)
+        self._check, self._on_cpu = check, not streams.on_gpu
         self._scope: contextlib.AbstractContextManager[Any] | None = None
         if self._on_cpu:
             self._scope = _interpreting(traffic)
@@ -338,14 +369,10 @@ class Running:
     ) -> None:
         if self._scope is not None:
             self._scope.__exit__(kind, error, traceback)
-        if error is None:
-            # In the interpreter the kernels have ended by now.
-            if self._on_cpu:
-                self._check()
-        # A launch that is captured by the program has not run: the graph is lost, and the call with
-        # it, but no epoch. A launch that may have run has advanced this rank's epochs.
-        elif launches.value != self._launches_before and self._streams.capture_id() is None:
-            self._health.declare_interrupted("an operator's launches", error)
+        # In the interpreter the kernels have ended by now.
+        if self._on_cpu and error is None:
+            self._check()
+        super().__exit__(kind, error, traceback)
         if self._on_cpu and error is not None:
             _raise_refusal(error)
 

@@ -106,18 +106,22 @@ class Launch:
         arguments; None for a launch that has not run on a GPU.
 
         Nothing about the arguments is looked at: Triton must compile them alike, which takes equal
-        dtypes, alignments, and divisibility of integers by 16.
+        dtypes, alignments, and divisibility of integers by 16. The GPU that is torch's current one
+        now must be so then.
         """
         values = _in_order(self.kernel, self.arguments, self.constants)
         found = _compiled.get(_key(self, values))
         if found is None:
             return None
         kernel, (compiled, constants), names = self.kernel, found, self.constants
+        device = torch.cuda.current_device()
 
         def launch(programs: int, arguments: Mapping[str, Any]) -> None:
             values = _in_order(kernel, arguments, names)
+            # Triton asks for the device and its stream by slower ways.
+            stream = torch._C._cuda_getCurrentRawStream(device)
             launches.value += 1
-            compiled[(programs, 1, 1)](*values, *constants)
+            compiled[(programs, 1, 1)](*values, *constants, stream=stream)
 
         return launch
 

@@ -39,9 +39,30 @@ class New:
 
     def __call__(self, group: Any) -> tuple[torch.Tensor, ...]:
         """Return new tensors, uninitialised."""
-        return tuple(
-            torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in self.tensors
-        )
+        return tuple(empty(shape, dtype, self.device) for shape, dtype in self.tensors)
+
+
+_empty_on_current_gpu = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return a new tensor, uninitialised, as ``torch.empty`` does.
+
+    On torch's current GPU it comes from the function that Inductor's programs call, which takes the
+    host a third of the time: calls take two to four tensors each.
+    """
+    if (
+        _empty_on_current_gpu is None
+        or device.type != "cuda"
+        or torch._C._cuda_getDevice() != device.index
+    ):
+        return torch.empty(shape, dtype=dtype, device=device)
+    strides, elements = [], 1
+    for size in reversed(shape):
+        strides.append(elements)
+        elements *= size if size else 1
+    new: torch.Tensor = _empty_on_current_gpu(tuple(shape), tuple(reversed(strides)), dtype)
+    return new
 
 
 def addresses(*memory: torch.Tensor) -> Hashable:

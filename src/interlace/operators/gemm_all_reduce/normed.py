@@ -188,10 +188,10 @@ _OTHERS = 5
 def _run(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, *arguments: Any) -> _Results:
     x_scale, w_scale, group_name, impl, config = arguments[-_OTHERS:]
     process_group = process_group_named(group_name)
-    _, ranks = rank_and_size(process_group)
+    group = known_group(process_group, x.device)
+    ranks = rank_and_size(process_group)[1] if group is None else group.world_size
     known = _known_call(ranks, x, w, bias, *arguments)
     if known is not None:
-        group = known_group(process_group, x.device)
         results = _recalled(group, known, x, w, bias, arguments)
         if results is not None:
             return tuple(results)

@@ -19,7 +19,7 @@ from interlace.comm.launching.kernels import (
     known_factor,
     processors,
 )
-from interlace.comm.replay.deferred import DeferredCall, New, PerformedCall, Shaped
+from interlace.comm.replay.deferred import DeferredCall, New, PerformedCall, Shaped, empty
 from interlace.comm.replay.replays import AgainCall
 from interlace.comm.runtime.interpreter import require
 from interlace.gemm.call import GemmCall
@@ -281,7 +281,7 @@ def _again_of_any_rows(call: GemmCall, kernel: KernelOfWords) -> AgainCall | Non
         if rows > most_rows:
             return None
         results, mark = take(rows), family.mark(rows)
-        product = torch.empty((rows, columns), dtype=dtype, device=device)
+        product = empty((rows, columns), dtype, device)
         # Looked up each time: peers that take the long way, or replay a capture, may use an older
         # workspace than the first call did.
         arguments = (
@@ -289,7 +289,7 @@ def _again_of_any_rows(call: GemmCall, kernel: KernelOfWords) -> AgainCall | Non
             | _norm_arguments(results, eps, bias, *vectors)
             | {"part": product, "N": columns, "B": rows}
         )
-        with group.running():
+        with group.launching():
             if x_scale is None:
                 torch.mm(x, w.t(), out=product)
             else:
@@ -313,11 +313,9 @@ def _results_of_any_rows(call: GemmCall) -> Callable[[int], Normed]:
     no_scales = torch.empty(0, dtype=scale_dtype, device=device)
 
     def take(rows: int) -> Normed:
-        y = torch.empty((rows, columns), dtype=y_dtype, device=device)
-        total = torch.empty((rows, columns), dtype=total_dtype, device=device)
-        scales = no_scales
-        if has_scales:
-            scales = torch.empty((rows, row_scales), dtype=scale_dtype, device=device)
+        y = empty((rows, columns), y_dtype, device)
+        total = empty((rows, columns), total_dtype, device)
+        scales = empty((rows, row_scales), scale_dtype, device) if has_scales else no_scales
         return Normed(y, total, scales)
 
     return take
@@ -513,6 +511,7 @@ def _pushed_memory(
     return lamport_arguments(group, operator, "pushed", slot_bytes, mark)
 
 
+@functools.lru_cache(maxsize=1024)  # asked for in every call
 def _pushed_slot_bytes(rows: int, columns: int, dtype: torch.dtype, world_size: int) -> int:
     """Return the bytes of a slot for the rows of a product."""
     if is_pushed(rows, columns, dtype, world_size):

@@ -117,14 +117,16 @@ def _medians(result: dict[str, Any], kind: str) -> dict[str, float]:
 
 def _against(peer: str, results: list[dict[str, Any]]) -> str:
     """Return a sentence with Interlace's times as parts of a peer's."""
-    parts = []
+    parts, most = [], 0
     for kind, words in (("graph", "in graphs"), ("eager", "eager"), ("host", "of the host")):
         pairs = [_medians(result, kind) for result in results]
         ratios = [each["Interlace"] / each["peer"] for each in pairs if each.keys() >= _BOTH]
+        most = max(most, len(ratios))
         if ratios:
             mean = math.exp(statistics.fmean(map(math.log, ratios)))
             parts.append(f"{mean:.2f} {words} ({min(ratios):.2f} to {max(ratios):.2f})")
-    calls = f"{len(results)} call{'s'[: len(results) > 1]}"
+    # A peer that refuses a call is in no ratio of it.
+    calls = f"{most} call{'s'[: most > 1]}"
     return f"Interlace's time as a part of {peer}'s, {calls}: {', '.join(parts)}." if parts else ""
 
 

@@ -17,6 +17,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from operator import mul
 from typing import Any, Literal, Protocol
 
 from interlace.costs.network import NetworkRates
@@ -333,23 +334,51 @@ class Corrections:
         if key not in self._known_along_first:
             if len(self._known_along_first) >= _MOST_KNOWN:
                 self._known_along_first.clear()
-            place, parts = place_of(others), list[tuple[float, float]]()
-            for size, weight in zip(self.calls, self.weights[implementation], strict=True):
-                first, *rest = place_of(tuple(size))
-                parts.append((first, weight * _nearness(math.dist(place, rest))))
+            nearness = self._nearness_in_others(others)
+            weights = [*map(mul, self.weights[implementation], nearness)]
 
             @functools.cache
             def logarithm_at(point: float) -> float:
-                at = point / _POINTS_PER_OCTAVE
-                return math.fsum(weight * _nearness(at - first) for first, weight in parts)
+                return math.fsum(map(mul, weights, self._nearness_in_first(point)))
 
             self._known_along_first[key] = logarithm_at
         return self._known_along_first[key]
+
+    def _nearness_in_others(self, others: tuple[int, ...]) -> list[float]:
+        """Return how near each measured call is in all sizes but the first."""
+        known = self._known_in_others
+        if others not in known:
+            if len(known) >= _MOST_KNOWN:
+                known.clear()
+            place = place_of(others)
+            known[others] = [_nearness(math.dist(place, rest)) for _, *rest in self._places]
+        return known[others]
+
+    def _nearness_in_first(self, point: float) -> list[float]:
+        """Return how near each measured call is to a point of the first size's coordinate."""
+        known = self._known_in_first
+        if point not in known:
+            at = point / _POINTS_PER_OCTAVE
+            known[point] = [_nearness(at - first) for first, *_ in self._places]
+        return known[point]
+
+    @functools.cached_property
+    def _places(self) -> list[tuple[float, ...]]:
+        return [place_of(tuple(size)) for size in self.calls]
 
     @functools.cached_property
     def _known_along_first(
         self,
     ) -> dict[tuple[str, tuple[int, ...]], Callable[[float], float]]:
+        return {}
+
+    # What follows is the same for all implementations, which are most of what a choice asks for.
+    @functools.cached_property
+    def _known_in_others(self) -> dict[tuple[int, ...], list[float]]:
+        return {}
+
+    @functools.cached_property
+    def _known_in_first(self) -> dict[float, list[float]]:
         return {}
 
     @functools.cached_property
@@ -515,14 +544,15 @@ class MachineProfile:
         shortest, processors = math.inf, self.processors
         for (block_m, block_n), tile_us_by_split in self._library_tiles(inner, flops_per_s):
             tiles = products * ceil_div(rows, block_m) * ceil_div(columns, block_n)
-            # No split takes less than whole tiles on processors that are never idle.
-            if tiles * tile_us_by_split[0][1] >= shortest * processors:
-                continue
+            # No split takes less than whole tiles on processors that are never idle, and the sum of
+            # its parts.
+            least, adding_us = tiles * tile_us_by_split[0][1] / processors, 0.0
             for split, tile_us in tile_us_by_split:
-                us = ceil_div(tiles * split, processors) * tile_us
                 if split > 1:
-                    us += self.product.split_us + 4 * split * results / bytes_per_us
-                shortest = min(shortest, us)
+                    adding_us = self.product.split_us + 4 * split * results / bytes_per_us
+                if least + adding_us >= shortest:
+                    break
+                shortest = min(shortest, ceil_div(tiles * split, processors) * tile_us + adding_us)
         # The products of a batch follow one another, and the cache seldom holds all of w.
         read_elements = products * (rows + columns) * inner
         output_itemsize = call.output_itemsize or call.itemsize
@@ -546,7 +576,7 @@ class MachineProfile:
                         for split in _LIBRARY_SPLITS
                     ],
                 )
-                for tile in _LIBRARY_TILES
+                for tile in reversed(_LIBRARY_TILES)  # the largest, which are mostly fastest, first
             ]
             if len(self._known_tiles) >= _MOST_KNOWN:
                 self._known_tiles.clear()

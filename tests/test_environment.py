@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from unittest import mock
+
 import pytest
 from typer.testing import CliRunner
 
@@ -19,6 +22,17 @@ VARIABLE = "NAME_OF_A_VARIABLE"
 def test_switches(monkeypatch: pytest.MonkeyPatch, text: str, expected: bool | None) -> None:
     monkeypatch.setenv(VARIABLE, text)
     assert environment.switch(VARIABLE) is expected
+
+
+def test_a_text_is_the_one_that_is_set_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the interpreter keeps variables as CPython does, and where it does not."""
+    assert environment.text_of(VARIABLE) is None
+    monkeypatch.setenv(VARIABLE, "1")
+    assert environment.text_of(VARIABLE) == "1"
+    with mock.patch.object(os, "environ", {VARIABLE: "2"}):
+        assert environment.text_of(VARIABLE) == "2"
+    with mock.patch.object(os, "environ", {}):
+        assert environment.text_of(VARIABLE) is None
 
 
 def test_a_switch_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from interlace.comm.groups.group import Group
 from interlace.comm.host import cache
+from interlace.comm.replay import deferred
 from interlace.comm.replay import replays as module
 from interlace.comm.replay.deferred import DeferredCall
 from interlace.comm.replay.replays import Replays
@@ -268,3 +269,25 @@ def test_tables_of_numbers_stay_for_calls_that_may_be_captured(
     group.replays.clear()
     used.clear()
     assert len(group.cache.tables.alive) == 4
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (2, 3, 4), (0, 5), (5, 0), (7,), ()])
+def test_new_tensors_on_the_current_gpu_have_pytorchs_strides(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]
+) -> None:
+    on_cpu = torch._C._dynamo.guards._empty_strided_cpu
+    monkeypatch.setattr(deferred, "_empty_on_current_gpu", on_cpu)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1, raising=False)
+    made = deferred.empty(shape, torch.bfloat16, torch.device("cuda:1"))
+    wanted = torch.empty(shape, dtype=torch.bfloat16)
+    assert (made.shape, made.stride(), made.dtype) == (shape, wanted.stride(), torch.bfloat16)
+
+
+def test_new_tensors_elsewhere_are_pytorchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deferred, "_empty_on_current_gpu", lambda *_: pytest.fail("not there"))
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1, raising=False)
+    asked: list[Any] = []
+    with mock.patch.object(torch, "empty", lambda shape, **keywords: asked.append(keywords)):
+        deferred.empty((2,), torch.int32, torch.device("cuda:0"))
+        deferred.empty((2,), torch.int32, torch.device("cpu"))
+    assert [str(each["device"]) for each in asked] == ["cuda:0", "cpu"]

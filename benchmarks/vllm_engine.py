@@ -16,6 +16,11 @@ temperature 0 must be equal in both ways. With ``--timeline`` the first engine o
 a profile of what the GPU of the first rank does in decoding steps and in prefills.
 ``--expert-parallel`` shares out the experts of a model that has some.
 
+``--host`` measures something else: an engine captures no more than 8 tokens, so that prefills are
+eager as in a server whose prompts exceed its graphs. Milliseconds by number of tokens, and what
+Python does in the first worker in five short prefills, by function: calls, milliseconds of its own,
+and with what it calls. A profile lengthens all of it by about a half.
+
     python benchmarks/vllm_engine.py --json FILE --checks all [--layers 4] [--at-once 2]
 
 measures nothing: for each of ``CHECKS`` one engine of each way generates from the same prompts at
@@ -32,9 +37,11 @@ from __future__ import annotations
 
 import argparse
 import collections
+import cProfile
 import gzip
 import json
 import os
+import pstats
 import random
 import re
 import subprocess
@@ -52,9 +59,11 @@ from engines import (
     SEQUENCES,
     VOCABULARY,
     WAYS,
+    Generate,
     in_turns,
     require_equal_tokens,
     save_config,
+    spread,
     step_times,
 )
 
@@ -108,6 +117,7 @@ TOP = 5
 """Logprobs per token that are compared."""
 
 NEW_PROMPTS = 12
+HOST_PROMPTS = (300, 600, 1000, 2000, 4096)
 
 PROFILED = {
     "decode 1": (1, 16, 16), "decode 32": (32, 16, 16), "prefill 200": (1, 200, 1),
@@ -125,6 +135,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--only-start", action="store_true", help="Measure no more than starts.")
     parser.add_argument("--timeline", action="store_true", help="Profile the first engines.")
+    parser.add_argument("--host", action="store_true", help="Measure eager prefills and the host.")
     parser.add_argument("--expert-parallel", action="store_true", help="Share out experts.")
     parser.add_argument("--checks", help="Names of checks, separated by semicolons, or all.")
     parser.add_argument("--at-once", type=int, default=1, help="Engines of checks at a time.")
@@ -142,6 +153,7 @@ def main() -> None:
         found = measured(
             options.model, options.layers, is_profiled=options.timeline,
             only_start=options.only_start, expert_parallel=options.expert_parallel,
+            only_host=options.host,
         )  # fmt: skip
         options.json.write_text(json.dumps(found))
         return
@@ -153,7 +165,7 @@ def main() -> None:
             results.append({"way": way, "repeat": repeat, **found})
             print(results[-1], flush=True)
             documents.write(options.json, results, model=options.model, layers=options.layers)
-    if not options.only_start:
+    if not (options.only_start or options.host):
         require_equal_tokens(results)
 
 
@@ -167,12 +179,14 @@ def run(
         **os.environ, "VLLM_PLUGINS": "interlace", "INTERLACE_VLLM": WAYS[way],
         "VLLM_CACHE_ROOT": compiled,
     }  # fmt: skip
+    if options.host:  # functions are sent to the workers
+        environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "engine.json"
         command = [sys.executable, __file__, "--engine", "--json", str(file)]
         command += ["--model", options.model, "--layers", str(options.layers)]
         command += ["--timeline"] * is_profiled + ["--only-start"] * options.only_start
-        command += ["--expert-parallel"] * options.expert_parallel
+        command += ["--expert-parallel"] * options.expert_parallel + ["--host"] * options.host
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
         if done.returncode:
             raise SystemExit(done.stdout[-4000:] + done.stderr[-4000:])
@@ -395,7 +409,13 @@ def save_adapter(folder: Path, model: str, layers: int) -> None:
 
 
 def measured(
-    model: str, layers: int, *, is_profiled: bool, only_start: bool, expert_parallel: bool
+    model: str,
+    layers: int,
+    *,
+    is_profiled: bool,
+    only_start: bool,
+    expert_parallel: bool,
+    only_host: bool,
 ) -> dict[str, Any]:
     """Return the times of one engine in this process and its workers, and its timelines."""
     import torch
@@ -415,6 +435,7 @@ def measured(
             max_num_batched_tokens=max(PROMPTS), enable_prefix_caching=False,
             enable_expert_parallel=expert_parallel,
             **({"profiler_config": profiler} if is_profiled else {}),
+            **({"compilation_config": {"cudagraph_capture_sizes": [1, 8]}} if only_host else {}),
         )  # fmt: skip
         start_s = time.perf_counter() - begin
         if only_start:
@@ -434,6 +455,8 @@ def measured(
             seconds = time.perf_counter() - begin
             return seconds, [list(output.outputs[0].token_ids) for output in outputs]
 
+        if only_host:
+            return {"start_s": start_s, **host_times(engine, generate)}
         result: dict[str, Any] = {"start_s": start_s, **step_times(generate)}
         new, later = ([numbers.randrange(300, 4000) for _ in range(NEW_PROMPTS)] for _ in range(2))
         for name, lengths in (("new", new), ("again", new), ("later", later)):
@@ -448,6 +471,44 @@ def measured(
                 engine.stop_profile()
                 result["timeline"][name] = newest_timeline(Path(folder))
         return result
+
+
+def host_times(engine: Any, generate: Generate) -> dict[str, Any]:
+    """Return milliseconds of eager prefills by number of tokens, and what the first worker's host
+    does in short ones.
+    """
+    times: dict[int, list[float]] = {}
+    for tokens in HOST_PROMPTS:
+        for _ in range(5):
+            generate(1, tokens, 1)
+        times[tokens] = spread([1e3 * generate(1, tokens, 1)[0] for _ in range(9)])
+    engine.collective_rpc(start_of_profile)
+    for _ in range(5):
+        generate(1, HOST_PROMPTS[0], 1)
+    return {"prefill_ms": times, "host": engine.collective_rpc(end_of_profile)[0]}
+
+
+def start_of_profile(worker: Any) -> None:
+    """Profile Python in a worker from here on; vLLM sends this to workers."""
+    worker.profile_of_host = cProfile.Profile()
+    worker.profile_of_host.enable()
+
+
+def end_of_profile(worker: Any) -> list[list[Any]]:
+    """Return the functions that have taken a worker most of the time since
+    :func:`start_of_profile`, each with its calls, milliseconds of its own, and of all that it
+    calls.
+    """
+    worker.profile_of_host.disable()
+    entries = pstats.Stats(worker.profile_of_host).stats.items()  # type: ignore[attr-defined]
+    functions = [
+        [f"{'/'.join(Path(file).parts[-3:])}:{line} {name}", calls, 1e3 * own, 1e3 * total]
+        for (file, line, name), (_, calls, own, total, _) in entries
+    ]
+    functions.sort(key=lambda each: each[3], reverse=True)
+    return [
+        [name, calls, round(own, 2), round(all_, 2)] for name, calls, own, all_ in functions[:60]
+    ]
 
 
 def newest_timeline(folder: Path) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -62,6 +63,23 @@ def test_checks_have_models(script: Any) -> None:
     assert set(engine.OTHER_MODELS.values()) < set(engine.MODELS)
     lengths = [len(tokens) for tokens in engine.prompts_of("chunked prefill")]
     assert min(lengths) < 16 < 256 < max(lengths) < 2048
+
+
+def test_the_host_of_a_worker(script: Any) -> None:
+    engine, worker = script("vllm_engine"), SimpleNamespace()
+    asked = []
+
+    def generate(sequences: int, prompt: int, tokens: int) -> tuple[float, list[Any]]:
+        asked.append(prompt)
+        return 0.002, sorted(range(prompt))
+
+    calls = SimpleNamespace(collective_rpc=lambda function: [function(worker)])
+    found = engine.host_times(calls, generate)
+    assert found["prefill_ms"] == {each: [2.0, 2.0, 2.0] for each in engine.HOST_PROMPTS}
+    assert asked[-5:] == 5 * [engine.HOST_PROMPTS[0]]
+    (generated,) = [each for each in found["host"] if each[0].endswith(" generate")]
+    assert generated[1] == 5
+    assert generated[2] <= generated[3]
 
 
 def test_tokens_follow_from_one_another(script: Any) -> None:

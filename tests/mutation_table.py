@@ -406,6 +406,12 @@ MUTANTS = [
         "if not operand.shape:",
         "integrations/test_vllm.py::test_a_bias_that_other_ranks_do_not_see",
     ),
+    Mutant(
+        "interlace/integrations/vllm.py",
+        'code.co_names == ("super", _ASKED)',
+        "code.co_names",
+        "integrations/test_vllm.py::test_parameters_that_change_no_call_are_not_asked",
+    ),
     # language
     Mutant(
         "interlace/language/tree.py",
@@ -584,6 +590,18 @@ MUTANTS = [
         "tl.where(tl.arange(0, LINES) < LINES // 2, tl.load(of_gate), tl.load(of_up))",
         "tl.where(tl.arange(0, LINES) >= 0, tl.load(of_gate), tl.load(of_up))",
         "operators/mixture_of_experts/test_float8.py::test_matches_float64",
+    ),
+    Mutant(
+        "interlace/comm/replay/deferred.py",
+        "elements *= size if size else 1",
+        "elements *= size",
+        "comm/test_replays.py::test_new_tensors_on_the_current_gpu_have_pytorchs_strides",
+    ),
+    Mutant(
+        "interlace/comm/host/health.py",
+        "            and launches.value != self._launches_before\n",
+        "            and launches.value == self._launches_before\n",
+        "comm/test_recall.py::test_an_interrupted_replay_breaks_the_group",
     ),
     Mutant(
         "interlace/comm/replay/replays.py",

@@ -28,10 +28,15 @@ _LEFT_OUT = (".*", "build", "dist", "__pycache__", "*.egg-info")
 
 
 def main(files: list[str]) -> int:
-    """Try the mutants whose file begins as one of ``files``; return 1 if one is not as it must be.
+    """Try the mutants whose file begins as one of ``files``; return 1 if one is not as it must be,
+    or if there is none for one of ``files``.
 
     The tests must pass on an unchanged copy first, or their failures would say nothing.
     """
+    unknown = [file for file in files if not any(each.file.startswith(file) for each in MUTANTS)]
+    if unknown:
+        print("tests/mutation_table.py has no mistake in", ", ".join(unknown))
+        return 1
     # What takes longest to import is imported once, before processes are forked.
     import numpy  # noqa: F401
     import pytest  # noqa: F401

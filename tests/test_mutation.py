@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutation import ROOT, changed
+from tests.mutation import ROOT, changed, main
 from tests.mutation_table import MUTANTS, Mutant
 
 SOURCES = ROOT / "src"
@@ -39,3 +39,8 @@ def test_a_text_that_is_not_there_once_is_refused() -> None:
     for text in ("", "x x"):
         with pytest.raises(ValueError, match=r"^a\.py must have 'x' once; it has it [02] times\.$"):
             changed(text, mutant)
+
+
+def test_a_file_without_mistakes_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["interlace/gemm", "interlace/nothing.py"]) == 1
+    assert capsys.readouterr().out.rstrip().endswith("has no mistake in interlace/nothing.py")

@@ -44,7 +44,7 @@ EXPERTS = ((64, 2048, 1024, 4, 512), (8, 1024, 1024, 2, 64))
 NEW_ROWS = (("few", 1, 512), ("many", 512, 4096))
 NUMBERS_OF_ROWS = 48
 WEIGHTS = 4
-CALLS, SETTLING = 10, 40
+CALLS, SETTLING = 10, 64
 
 Call = Callable[[int], Any]
 

@@ -15,6 +15,11 @@ from interlace.comm import group_of
 # Long enough for a host to enqueue an all-reduce, two events and a graph.
 _SLEEP_CYCLES = 2_000_000
 
+_SETTLING = 16
+"""Steps until memory comes again at the same addresses, and until calls that come again, which are
+graphs after eleven (:meth:`interlace.comm.replay.replays.Replays.comes_again`), are replayed.
+"""
+
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
@@ -76,7 +81,7 @@ def measure(
 def measure_step(step: Callable[[], object], *, samples: int = 20) -> Timing:
     """Time ``step()`` as a program runs it, kernel by kernel, on all ranks at once.
 
-    It runs ten times untimed, until memory comes again at the same addresses, and then ``samples``
+    It runs sixteen times untimed, until calls that come again are graphs, and then ``samples``
     times, each of which starts as in :func:`measure`. What the host takes beyond the GPU's sleep of
     about a millisecond counts, as it does in a program.
 
@@ -84,8 +89,7 @@ def measure_step(step: Callable[[], object], *, samples: int = 20) -> Timing:
         BackendError: ranks share a GPU.
     """
     group_of().require_own_gpus("a measurement")
-    # The caching allocator and other lazy parts settle within ten steps.
-    for _ in range(10):
+    for _ in range(_SETTLING):
         step()
     return _of_all_ranks([_elapsed_us(step, None) for _ in range(samples)], None)
 
@@ -102,9 +106,15 @@ def host_us(
 
     A program without CUDA graphs is as slow as its host where that takes longer than the GPU.
 
+    On GPUs as many calls run sixteen times untimed before, as :func:`measure_step` has it.
+
     Args:
         calls: In a row, as many as fit in the GPU's queue.
     """
+    for _ in range(_SETTLING if device.type == "cuda" else 0):
+        for i in range(calls):
+            call(i)
+        _wait_for(device)
     times = []
     for _ in range(samples):
         _wait_for(device)

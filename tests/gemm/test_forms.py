@@ -17,6 +17,7 @@ import torch.distributed as dist
 import interlace
 from interlace.comm import Group
 from interlace.comm.launching.kernels import Launch
+from interlace.comm.replay import replays
 from interlace.comm.replay.replays import Replays
 from interlace.gemm import dispatch
 from interlace.gemm.operands import FLOAT8
@@ -36,13 +37,16 @@ def _anew(launched: Launch) -> Callable[[int, Mapping[str, Any]], None]:
 
 @contextlib.contextmanager
 def _remembering() -> Iterator[tuple[dist.ProcessGroup, Group]]:
-    """A group that remembers calls as one of GPUs does, but makes no graphs."""
+    """A group that remembers calls as one of GPUs does, but makes no graphs. Calls whose operands
+    come a second time would become one, not an eighth.
+    """
     members = dist.new_group()
     group = interlace.group_of(members)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(group.replays, "is_enabled", True)
         patch.setattr(group.streams, "continues", lambda: True)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        patch.setattr(replays, "_FIRST_TRY", 2)
         patch.setattr(Launch, "again", _anew)
         patch.setattr(Replays, "run", lambda _, key, enqueue, **options: enqueue() or True)
         yield members, group

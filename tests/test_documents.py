@@ -478,6 +478,7 @@ def test_gains_on_the_first_page_are_those_that_were_measured() -> None:
     ):
         least, most = _less(_engines(*size) for size in sizes)
         assert text.format(f"{least:.0f} to {most:.0f}") in engines
+    assert f"{100 * (_engines('new_ms') - 1):.0f} % *lost*" in engines
     # Of so many tokens the host decides, and that of two machines is not the same.
     (gain,) = _less([_engines("prefill_ms", "1000", file=_EARLIER_ENGINES)])[:1]
     loss = 100 * (_engines("prefill_ms", "1000") - 1)

@@ -356,7 +356,7 @@ class Group:
 
         An exception that leaves it after a launch breaks the group, as in :meth:`running`.
         """
-        return self.health.launching()
+        return Launching(self.health, self.streams)
 
     # What concerns all parts
 

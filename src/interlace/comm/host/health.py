@@ -286,10 +286,6 @@ class Health:
 
     # Running calls
 
-    def launching(self) -> Launching:
-        """Return the context of a call's launches; see ``Group.launching``."""
-        return Launching(self, self._streams)
-
     def running(self, check: Callable[[], None]) -> Running:
         """Return the context in which an operator launches its kernels; see ``Group.running``.
 

@@ -250,7 +250,8 @@ def _validate_scale(
         )
     require_tensor(f"{operator}: {name}_scale", scale)
     count = matrix.shape[0]
-    if of_blocks and list(scale.shape) not in ([], [1], [count], list(broadcast)):
+    # A matrix that is one block may have its one scale as blocks have theirs.
+    if of_blocks and list(scale.shape) not in ([], [1], [1, 1], [count], list(broadcast)):
         raise ArgumentError(
             f"{operator}: {name}_scale must be [] or [1], or [{axis}] or {list(broadcast)} with "
             f"{axis} = {count}; or both for blocks, {of_blocks}; got shape {list(scale.shape)}."

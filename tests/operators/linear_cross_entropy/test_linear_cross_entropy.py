@@ -70,9 +70,15 @@ def test_every_form_is_what_pytorch_computes_of_all_logits(ranks: Any, count: in
     assert ranks(count).run(_wrong) == [[]] * count
 
 
-def _of_uneven_shares(vocabulary: int) -> list[float]:
-    """Distances of the loss and of both gradients from those of the whole weight."""
+def _of_uneven_shares(vocabulary: int, along_columns: bool) -> list[float]:
+    """Distances of the loss and of both gradients from those of the whole weight.
+
+    Args:
+        along_columns: Whether the weight is the transpose of a contiguous one.
+    """
     x, w, target = _tensors(vocabulary)
+    if along_columns:
+        w = w.T.contiguous().T
     loss, of_x, of_w = _gradients(lambda x, w: F.cross_entropy(F.linear(x, w), target), x, w)
     found = _gradients(
         lambda x, w: interlace.linear_cross_entropy(
@@ -85,8 +91,9 @@ def _of_uneven_shares(vocabulary: int) -> list[float]:
     return [float((a - b).abs().max()) for a, b in pairs]
 
 
-def test_the_last_rank_may_have_fewer_columns(ranks: Any) -> None:
-    for distances in ranks(3).run(_of_uneven_shares, 29):
+@pytest.mark.parametrize("along_columns", [False, True])
+def test_the_last_rank_may_have_fewer_columns(ranks: Any, along_columns: bool) -> None:
+    for distances in ranks(3).run(_of_uneven_shares, 29, along_columns):
         assert max(distances) < 1e-5
 
 

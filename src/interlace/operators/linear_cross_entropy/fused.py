@@ -100,13 +100,18 @@ def backward(call: LossCall, log_sums: torch.Tensor) -> LossGradients:
 
 def _with_equal_rows(call: LossCall) -> LossCall:
     """Return the call with as many rows of w as the other ranks have, as the products around which
-    ranks communicate are of the same sizes on all.
+    ranks communicate are of the same sizes and layouts on all.
     """
-    absent = call.shard.per_rank - len(call.w)
-    if not absent:
+    per_rank = call.shard.per_rank
+    if call.options.vocabulary == per_rank * call.group.world_size:
         return call
-    bias = None if call.bias is None else F.pad(call.bias, (0, absent))
-    padded = dataclasses.replace(call, w=F.pad(call.w, (0, 0, 0, absent)), bias=bias)
+    # Some rank's w may have to be copied to be padded, and then lies along H whatever it was.
+    w, bias, absent = call.w.contiguous(), call.bias, per_rank - len(call.w)
+    if absent:
+        w, bias = F.pad(w, (0, 0, 0, absent)), None if bias is None else F.pad(bias, (0, absent))
+    elif w is call.w:
+        return call
+    padded = dataclasses.replace(call, w=w, bias=bias)
     padded.mark = call.mark
     return padded
 

@@ -125,6 +125,25 @@ def test_gradients_match_float64(ranks, world_size, kind, dtype):
                 assert ((gradient.double() - value).abs() <= bound(call, value, magnitude)).all()
 
 
+def _behind_a_table():
+    """A table and what follows it in memory, after the sparse gradient of its only row was added to
+    it, where another table of the rank is wider.
+    """
+    tables = [torch.ones(1, width).requires_grad_() for width in (3, 16)]
+    places = torch.zeros(2, dtype=torch.int64), torch.tensor([0, 1, 2])
+    y = interlace.embedding_all_to_all(tables, *places, gradient="sparse", name="beside")
+    (gradient, _) = torch.autograd.grad(y.sum(), tables)
+    memory = torch.full((32,), -0.0)
+    memory[:3].view(1, 3).add_(gradient)
+    return memory
+
+
+def test_a_single_row_is_added_to_its_table_alone(ranks):
+    (memory,) = ranks(1).run(_behind_a_table)
+    assert memory[:3].tolist() == [1.0] * 3
+    assert memory[3:].signbit().all(), "something was added, be it zero"
+
+
 @pytest.mark.parametrize("kind", ["dense", "sparse", "sgd", "adagrad"])
 @pytest.mark.parametrize("impl", ["fused", "pooled", "unfused"])
 def test_updates_match_float64(ranks, impl, kind):

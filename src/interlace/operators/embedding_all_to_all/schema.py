@@ -324,11 +324,14 @@ def _sparse(
     gradients, first = [], 0
     for table, (count, width) in enumerate(zip(rows, widths, strict=True)):
         part = slice(ends[table], ends[table + 1])
-        numbers = (keys[part] - first)[None]
-        size = (count, width)
+        numbers, sums = (keys[part] - first)[None], values[part, :width]
+        if len(sums) == 1:
+            # PyTorch takes a single row for contiguous, whatever its stride, and adds as many
+            # elements as that says: beyond the table's row, and beyond the table.
+            sums = sums.view(width).view(1, width)
         gradients.append(
             torch.sparse_coo_tensor(
-                numbers, values[part, :width], size, is_coalesced=True, check_invariants=False
+                numbers, sums, (count, width), is_coalesced=True, check_invariants=False
             )
         )
         first += count

@@ -18,6 +18,7 @@ import interlace
 from interlace.cli import doctor
 from interlace.comm.host import held_memory
 from interlace.comm.host.held_memory import HeldMemory, running_programs
+from interlace.comm.host.processes import Process, process_of
 
 
 def _own() -> list[HeldMemory]:
@@ -81,6 +82,11 @@ sys.stdin.read()
         assert [each.number for each in programs] == [process.pid]
         (held,) = programs[0].held
         assert held == HeldMemory(1, 2, "cuda:1", {"gemm": 3 << 20, "outputs": 1 << 20})
+        # It is the one that has started first, whatever the numbers are.
+        with monkeypatch.context() as patch:
+            patch.setattr(held_memory, "process_of", _later_first)
+            (other,) = (each for each in running_programs() if _words(text) in each.command)
+            assert other.number != process.pid
         monkeypatch.setattr(held_memory, "running_programs", lambda: iter(programs))
         (row,) = doctor.check_programs()
         process.communicate("")
@@ -93,6 +99,11 @@ sys.stdin.read()
     assert row.meaning.endswith(
         "rank 1 of 2 on cuda:1 holds 4 MiB of symmetric memory (gemm 3 MiB, outputs 1 MiB)"
     )
+
+
+def _later_first(number: int) -> Process | None:
+    process = process_of(number)
+    return None if process is None else process._replace(start=-process.start)
 
 
 def _words(text: str) -> str:

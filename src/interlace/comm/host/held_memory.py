@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakSet
 
+from interlace.comm.host.processes import process_of
 from interlace.units import format_memory
 
 _NAME = "interlace-memory"
@@ -115,10 +116,13 @@ record = _Record()
 
 
 def running_programs() -> Iterator[Program]:
-    """Yield this user's running processes that have a record, by their numbers."""
+    """Yield this user's running processes that have a record, in the order of their starts."""
     seen = set()
-    processes = sorted(Path("/proc").glob("[0-9]*"), key=lambda folder: int(folder.name))
-    for folder in processes:
+    # A forked process may have a lower number than its parent, as numbers begin anew.
+    found = (process_of(int(folder.name)) for folder in Path("/proc").glob("[0-9]*"))
+    processes = [process for process in found if process is not None]
+    for process in sorted(processes, key=lambda each: (each.start, each.number)):
+        folder = Path("/proc") / str(process.number)
         # Other users' files cannot be listed, and a process may end at any time.
         with contextlib.suppress(OSError):
             for link in (folder / "fd").iterdir():
@@ -130,7 +134,7 @@ def running_programs() -> Iterator[Program]:
                 if held is not None:
                     words = (folder / "cmdline").read_bytes().split(b"\0")
                     command = " ".join(word.decode(errors="replace") for word in words).strip()
-                    yield Program(int(folder.name), _printable(command), held)
+                    yield Program(process.number, _printable(command), held)
 
 
 def _read(link: Path) -> list[HeldMemory] | None:

@@ -36,8 +36,13 @@ class Process(NamedTuple):
 
 def own_process() -> Process | None:
     """Return this process; None where the system does not tell."""
-    fields = _fields(os.getpid())
-    return None if fields is None else Process(os.getpid(), int(fields[_START]))
+    return process_of(os.getpid())
+
+
+def process_of(number: int) -> Process | None:
+    """Return the process that has a number now; None where the system does not tell."""
+    fields = _fields(number)
+    return None if fields is None else Process(number, int(fields[_START]))
 
 
 def lives(process: Process) -> bool:

@@ -20,9 +20,13 @@ pytestmark = [pytest.mark.gpu, pytest.mark.smoke]
 
 
 def _wrong(operator: str) -> dict[str, list[int]]:
-    """Wrong elements of each result of each call of an operator."""
+    """Wrong elements of each result of each call of an operator, of new tensors and then of some
+    that lie elsewhere.
+    """
+    cases = list(every_case(dist.get_world_size(), [operator]))
     return {
-        case.label: case.prepare().check() for case in every_case(dist.get_world_size(), [operator])
+        case.label: case.prepare().check() + case.prepare(layouts=seed).check()
+        for seed, case in enumerate(cases)
     }
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
 
 from interlace.mapped import COLLECTIVES
 from interlace.operators.gemm_all_reduce.config import PROTOCOLS as GEMV_PROTOCOLS
 from interlace.registry import operators
 from interlace.testing.cases import BETWEEN_NODES, IMPLEMENTATIONS, draw_case, every_case
+from interlace.testing.cases.base import in_another_layout
 
 
 def _check(operator: str) -> dict[str, list[int]]:
@@ -25,6 +27,35 @@ def test_every_case_is_right(ranks, operator):
         wrong = {label: counts for label, counts in found.items() if any(counts)}
         assert found
         assert not wrong
+
+
+def _check_in_other_layouts(operator: str) -> list[str]:
+    import torch.distributed as dist
+
+    cases = list(every_case(dist.get_world_size(), [operator]))
+    return [
+        f"{case.label}, layouts {seed}"
+        for seed, case in enumerate(cases)
+        if any(case.prepare(layouts=seed).check())
+    ]
+
+
+@pytest.mark.parametrize("operator", list(IMPLEMENTATIONS))
+def test_operands_may_lie_anywhere(ranks, operator):
+    """At addresses that 16 does not divide, and with gaps between their rows."""
+    assert ranks(2).run(_check_in_other_layouts, operator) == [[], []]
+
+
+def test_other_layouts_have_gaps_that_nothing_may_read():
+    w = torch.arange(12.0).view(3, 4).T
+    layouts = [in_another_layout(w, random.Random(seed)) for seed in range(20)]
+    assert all(torch.equal(each, w) and each.stride(0) == 1 for each in layouts)
+    assert {each.stride(1) for each in layouts} == {4, 5, 7, 12}
+    assert {each.storage_offset() for each in layouts} == {0, 1}
+    gaps = (each for each in layouts if each.stride(1) == 5)
+    assert all(
+        each.as_strided((3,), (5,), each.storage_offset() + 4).isnan().all() for each in gaps
+    )
 
 
 def test_every_implementation_is_listed():

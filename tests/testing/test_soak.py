@@ -99,6 +99,13 @@ def test_right_calls_are_reported(ranks, tmp_path):
         assert report["by_operator"] == reports[0]["by_operator"]
 
 
+def test_results_that_are_integers_are_overwritten_too(ranks, tmp_path):
+    plan = SoakPlan(1, calls=8, operators=("linear_top_k",), deadline_s=120.0)
+    for report in ranks(2).run(run_rank, str(tmp_path), plan):
+        assert report["failures"] == []
+        assert report["calls"] >= 8
+
+
 def _with_a_wrong_element(folder, plan, at):
     """Rank 1 changes an element of the result of its call number ``at``."""
     run, made = Prepared.run, []

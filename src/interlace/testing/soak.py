@@ -11,6 +11,7 @@ import collections
 import contextlib
 import dataclasses
 import datetime
+import math
 import random
 import signal
 import time
@@ -100,7 +101,8 @@ class PreparedRound:
         for i, slot in enumerate(calls.slots):
             if participant.rank in participant.members[slot.group]:
                 seeds = [VARIANTS * i + variant for variant in range(VARIANTS)]
-                self.prepared[i] = slot.case.prepare(participant.groups[slot.group], seeds)
+                group = participant.groups[slot.group]
+                self.prepared[i] = slot.case.prepare(group, seeds, slot.layouts)
         # Graphs, each with the tensor that it writes its numbers of wrong elements into.
         self.graphs: list[tuple[Any, torch.Tensor]] = []
         self._synchronize_device()
@@ -157,7 +159,8 @@ class PreparedRound:
         # A later call that returned this memory without writing it would be seen.
         if self.calls.slots[slot].case.poisonable:
             for result in results:
-                result.fill_(float("nan"))
+                is_number = result.is_floating_point()
+                result.fill_(math.nan if is_number else torch.iinfo(result.dtype).max)
 
     def _capture(self, delays: random.Random) -> None:
         """Capture the round's graphs. Every slot in them has been called before."""

@@ -26,6 +26,7 @@ _CASES = {"cpu": 6, "cuda": 32}  # per round
 _GRAPHS = 10
 _MOST_CALLS_IN_GRAPH = 12
 _REPLAYS = 0.4  # of the steps
+_OTHER_LAYOUTS = 0.3  # of the cases
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,11 +58,13 @@ class Slot:
         case: The case.
         group: Index of the group that calls it.
         stream: Index of the stream that its calls run on.
+        layouts: The seed of its inputs' layouts; None for those of new tensors.
     """
 
     case: Case
     group: int
     stream: int
+    layouts: int | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +132,9 @@ def make_round(
             large=backend == "cuda",
             spans_nodes=group in spanning,
         )
-        slots.append(Slot(case, group, source.randrange(STREAMS) if backend == "cuda" else 0))
+        stream = source.randrange(STREAMS) if backend == "cuda" else 0
+        layouts = source.randrange(1 << 16) if source.random() < _OTHER_LAYOUTS else None
+        slots.append(Slot(case, group, stream, layouts))
     graphs = _draw_graphs(slots, source) if backend == "cuda" else []
     # Every slot is called once before graphs are captured: a first call allocates memory, which is
     # not possible during capture.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import math
+import random
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -126,6 +127,11 @@ class Case(abc.ABC):
         """True if the caller owns the results and may overwrite them before the next call."""
         return True
 
+    @property
+    def takes_layouts(self) -> bool:
+        """True if operands may lie as :func:`in_another_layout` lays them."""
+        return True
+
     @abc.abstractmethod
     def tensors(self, rank: int, ranks: int, seed: int) -> Tensors:
         """Return the input tensors of one rank of ``ranks``, on the CPU."""
@@ -218,10 +224,18 @@ class Case(abc.ABC):
         return [(result.to(dtype), error) for result, dtype, error in triples]
 
     def prepare(
-        self, group: dist.ProcessGroup | None = None, seeds: Sequence[int] = (0,)
+        self,
+        group: dist.ProcessGroup | None = None,
+        seeds: Sequence[int] = (0,),
+        layouts: int | None = None,
     ) -> Prepared:
-        """Put inputs and expected results on the device, a variant for each seed. Collective."""
-        return Prepared(self, group, seeds)
+        """Put inputs and expected results on the device, a variant for each seed. Collective.
+
+        Args:
+            layouts: The seed of the inputs' layouts, the same on every rank; None for those of new
+                tensors.
+        """
+        return Prepared(self, group, seeds, layouts)
 
 
 class Prepared:
@@ -231,7 +245,13 @@ class Prepared:
     with the same addresses are what the group makes CUDA graphs of.
     """
 
-    def __init__(self, case: Case, group: dist.ProcessGroup | None, seeds: Sequence[int]) -> None:
+    def __init__(
+        self,
+        case: Case,
+        group: dist.ProcessGroup | None,
+        seeds: Sequence[int],
+        layouts: int | None,
+    ) -> None:
         self.case, self.group = case, group
         owner = group_of(group)
         rank, ranks, device = owner.rank, owner.world_size, owner.device
@@ -245,7 +265,12 @@ class Prepared:
             expected = case.expected(rank, ranks, seed)
             self._expected.append([result.to(device) for result, _ in expected])
             self._allowed.append([error for _, error in expected])
-        self._inputs = {name: tensor.clone() for name, tensor in self._variants[0].items()}
+        self._inputs = {
+            name: tensor.clone()
+            if layouts is None or not case.takes_layouts
+            else in_another_layout(tensor, random.Random(f"{layouts} {name}"))
+            for name, tensor in self._variants[0].items()
+        }
         self._make = case.open(group)
 
     @property
@@ -302,6 +327,32 @@ def _of_floats(function: Callable[[torch.Tensor], torch.Tensor], tensors: Tensor
         name: function(tensor) if tensor.is_floating_point() else tensor
         for name, tensor in tensors.items()
     }
+
+
+_GAPS = (1, 3, 8)  # elements; 8 of two bytes keep rows where descriptors take them
+_OUT_OF_RANGE = 1 << 30
+
+
+def in_another_layout(tensor: torch.Tensor, source: random.Random) -> torch.Tensor:
+    """Return a copy that begins at an odd element of its memory, has gaps between its rows, or
+    both, or neither. The gaps are NaN, or integers that are no index of anything.
+
+    Strides stay in order, so a matrix that is contiguous along a dimension still is.
+    """
+    is_shifted, has_gaps = source.random() < 0.5, source.random() < 0.5
+    # Experts' weights of float8 are read where they are, and so must have no gaps.
+    is_dense = tensor.dim() < 2 or (tensor.dtype == DTYPES["float8"] and tensor.dim() > 2)
+    gap = source.choice(_GAPS) if has_gaps and not is_dense else 0
+    if not tensor.numel() or not tensor.dim():
+        return tensor.clone()
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    rows = tensor.permute(order)
+    *outer, length = rows.shape
+    count = math.prod(outer) * (length + gap)
+    nothing = math.nan if tensor.is_floating_point() else _OUT_OF_RANGE
+    memory = torch.full((count + is_shifted,), nothing, device=tensor.device).to(tensor.dtype)
+    copy = memory[int(is_shifted) :].view(*outer, length + gap)[..., :length].copy_(rows)
+    return copy.permute([order.index(dimension) for dimension in range(tensor.dim())])
 
 
 # Numbers

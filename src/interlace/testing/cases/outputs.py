@@ -92,6 +92,11 @@ class OutputCase(Case):
                 return [[torch.stack(made)[: None if rank == 0 else 0]] for rank in ranks]
         return [[made[0][rank]] for rank in ranks]
 
+    @property
+    def takes_layouts(self) -> bool:
+        # The kernel that counts is the case's own, and takes dense operands alone.
+        return self.variant != "counted"
+
     def open(self, group: dist.ProcessGroup | None) -> Make:
         owner = group_of(group)
         rank, ranks = owner.rank, owner.world_size
@@ -174,6 +179,10 @@ class KernelCase(Case):
     @property
     def capturable(self) -> bool:
         # The host counts this kernel's epochs, which a replayed graph would not.
+        return False
+
+    @property
+    def takes_layouts(self) -> bool:
         return False
 
     def tensors(self, rank: int, ranks: int, seed: int) -> Tensors:

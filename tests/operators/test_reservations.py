@@ -175,13 +175,15 @@ def _products() -> Any:
             y = call(x[:rows], w, group=process_group)
             results.append((y.unique().tolist(), _held(process_group)))
         refused = error_of(call, x, w, group=process_group, impl="fused")
+        with interlace.batch_invariant():
+            invariant = error_of(call, x, w, group=process_group)
         assert not interlace.group_of(process_group).broken
         said = interlace.explain("gemm_reduce_scatter", x, w, group=process_group)
         small = interlace.explain("gemm_reduce_scatter", x[:8], w, group=process_group)
         interlace.group_of(process_group).release()
         assert not _held(process_group)
         after = call(x[:8], w, group=process_group, impl="fused").unique().tolist()
-    return results, refused, said, small, after
+    return results, (refused, invariant), said, small, after
 
 
 def test_auto_keeps_to_the_limit(ranks: Any) -> None:
@@ -195,11 +197,14 @@ def test_auto_keeps_to_the_limit(ranks: Any) -> None:
         assert list(held) == [name]
         assert held == held_later == held_last
         assert sum(held.values()) <= 40 << 10
-        kind, text, _ = refused
-        assert kind == "WorkspaceError"
         needs = "68 KiB of symmetric memory; INTERLACE_MAX_WORKSPACE leaves "
-        assert f"{name}: impl='fused' must fit" in text
-        assert needs in text
+        for (kind, text, _), advice in zip(
+            refused, ("or take impl='auto'.", "or do without batch invariance."), strict=True
+        ):
+            assert kind == "WorkspaceError"
+            assert f"{name}: impl='fused' must fit" in text
+            assert needs in text
+            assert text.endswith(advice)
         assert f": unfused, because fused needs {needs}" in said
         assert f"on 2 ranks: fused ({_config()}), because" in small
         assert "Symmetric memory per rank: fused 68 KiB, pushed" in said

@@ -267,7 +267,8 @@ def _keep_what_fits(call: GemmCall, decision: Decision) -> None:
     the group holds.
 
     Raises:
-        WorkspaceError: None is left, as the caller has asked for one.
+        WorkspaceError: None is left, as the caller has asked for one, or for the same bits in every
+            batch, which pairs do not give.
     """
     refused = {}
     for index, implementation in enumerate(decision.implementations):
@@ -277,10 +278,10 @@ def _keep_what_fits(call: GemmCall, decision: Decision) -> None:
             return
         refused[implementation.name] = lack
     name, lack = next(iter(refused.items()))
+    instead = "do without batch invariance" if call.is_batch_invariant else "take impl='auto'"
     raise WorkspaceError(
         f"{call.operator.name}: impl={name!r} must fit under the group's limit of symmetric "
-        f"memory; got {lack}. Raise the limit, free memory by Group.release(), or take "
-        "impl='auto' or 'unfused'."
+        f"memory; got {lack}. Raise the limit, free memory by Group.release(), or {instead}."
     )
 
 

@@ -526,6 +526,18 @@ MUTANTS = [
         "operators/linear_cross_entropy/test_linear_cross_entropy.py::test_every_form_is_what_pytorch_computes_of_all_logits",
     ),
     Mutant(
+        "interlace/operators/linear_cross_entropy/fused.py",
+        "call.w.contiguous(), call.bias",
+        "call.w, call.bias",
+        "operators/linear_cross_entropy/test_linear_cross_entropy.py::test_the_last_rank_may_have_fewer_columns",
+    ),
+    Mutant(
+        "interlace/operators/embedding_all_to_all/schema.py",
+        "if len(sums) == 1:",
+        "if len(sums) == 0:",
+        "operators/embedding_all_to_all/test_gradients.py::test_a_single_row_is_added_to_its_table_alone",
+    ),
+    Mutant(
         "interlace/operators/gemm_all_to_all_columns/layout.py",
         "by_first_owner[turned[0][0]]",
         "by_first_owner[0]",

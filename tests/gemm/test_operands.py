@@ -102,7 +102,8 @@ def test_bad_arguments(operator, x, w, more, message):
 def test_a_weight_of_one_block_has_one_scale(operator):
     x, w = _t(2, 4, dtype=f8).fill_(2), _t(16, 4, dtype=f8).fill_(1)
     scales = torch.tensor([[0.5], [4.0]]), torch.tensor([[3.0]])
-    y = getattr(interlace, operator)(x, w, x_scale=scales[0], w_scale=scales[1])
+    of_pair = {"x_scale": scales[0], "w_scale": scales[1], "impl": "unfused"}
+    y = getattr(interlace, operator)(x, w, **of_pair)
     assert y.tolist() == [[12.0] * 16, [96.0] * 16]
 
 

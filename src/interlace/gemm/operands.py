@@ -250,7 +250,7 @@ def _validate_scale(
         )
     require_tensor(f"{operator}: {name}_scale", scale)
     count = matrix.shape[0]
-    # A matrix that is one block may have its one scale as blocks have theirs.
+    # One number may be [1, 1], too, as blocks have the scale of a matrix that is one of them.
     if of_blocks and list(scale.shape) not in ([], [1], [1, 1], [count], list(broadcast)):
         raise ArgumentError(
             f"{operator}: {name}_scale must be [] or [1], or [{axis}] or {list(broadcast)} with "

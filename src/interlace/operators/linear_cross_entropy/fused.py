@@ -105,12 +105,12 @@ def _with_equal_rows(call: LossCall) -> LossCall:
     per_rank = call.shard.per_rank
     if call.options.vocabulary == per_rank * call.group.world_size:
         return call
-    # Some rank's w may have to be copied to be padded, and then lies along H whatever it was.
-    w, bias, absent = call.w.contiguous(), call.bias, per_rank - len(call.w)
+    # Some rank's w is copied to be padded, and lies along H then, so all ranks' must.
+    w, bias = call.w.contiguous(), call.bias
+    absent = per_rank - len(w)
     if absent:
-        w, bias = F.pad(w, (0, 0, 0, absent)), None if bias is None else F.pad(bias, (0, absent))
-    elif w is call.w:
-        return call
+        w = F.pad(w, (0, 0, 0, absent))
+        bias = None if bias is None else F.pad(bias, (0, absent))
     padded = dataclasses.replace(call, w=w, bias=bias)
     padded.mark = call.mark
     return padded

@@ -11,7 +11,6 @@ import collections
 import contextlib
 import dataclasses
 import datetime
-import math
 import random
 import signal
 import time
@@ -26,6 +25,7 @@ import interlace
 from interlace.comm import Faults, group_of, inject
 from interlace.errors import InterlaceError
 from interlace.testing.cases import Prepared
+from interlace.testing.cases.base import no_value
 from interlace.testing.soak_rounds import (
     ROUND_CALLS,
     STREAMS,
@@ -159,8 +159,7 @@ class PreparedRound:
         # A later call that returned this memory without writing it would be seen.
         if self.calls.slots[slot].case.poisonable:
             for result in results:
-                is_number = result.is_floating_point()
-                result.fill_(math.nan if is_number else torch.iinfo(result.dtype).max)
+                result.fill_(no_value(result.dtype))
 
     def _capture(self, delays: random.Random) -> None:
         """Capture the round's graphs. Every slot in them has been called before."""

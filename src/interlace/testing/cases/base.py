@@ -329,29 +329,32 @@ def _of_floats(function: Callable[[torch.Tensor], torch.Tensor], tensors: Tensor
     }
 
 
+def no_value(dtype: torch.dtype) -> float:
+    """Return what no call returns, and no operand has: NaN, or of integers the largest."""
+    return math.nan if dtype.is_floating_point else torch.iinfo(dtype).max
+
+
 _GAPS = (1, 3, 8)  # elements; 8 of two bytes keep rows where descriptors take them
-_OUT_OF_RANGE = 1 << 30
 
 
 def in_another_layout(tensor: torch.Tensor, source: random.Random) -> torch.Tensor:
     """Return a copy that begins at an odd element of its memory, has gaps between its rows, or
-    both, or neither. The gaps are NaN, or integers that are no index of anything.
+    both, or neither. The gaps have :func:`no_value`.
 
     Strides stay in order, so a matrix that is contiguous along a dimension still is.
     """
-    is_shifted, has_gaps = source.random() < 0.5, source.random() < 0.5
+    if not tensor.numel() or not tensor.dim():
+        return tensor.clone()
+    shift, has_gaps = int(source.random() < 0.5), source.random() < 0.5
     # Experts' weights of float8 are read where they are, and so must have no gaps.
     is_dense = tensor.dim() < 2 or (tensor.dtype == DTYPES["float8"] and tensor.dim() > 2)
     gap = source.choice(_GAPS) if has_gaps and not is_dense else 0
-    if not tensor.numel() or not tensor.dim():
-        return tensor.clone()
     order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
     rows = tensor.permute(order)
     *outer, length = rows.shape
-    count = math.prod(outer) * (length + gap)
-    nothing = math.nan if tensor.is_floating_point() else _OUT_OF_RANGE
-    memory = torch.full((count + is_shifted,), nothing, device=tensor.device).to(tensor.dtype)
-    copy = memory[int(is_shifted) :].view(*outer, length + gap)[..., :length].copy_(rows)
+    memory = tensor.new_empty(shift + math.prod(outer) * (length + gap))
+    memory.fill_(no_value(tensor.dtype))
+    copy = memory[shift:].view(*outer, length + gap)[..., :length].copy_(rows)
     return copy.permute([order.index(dimension) for dimension in range(tensor.dim())])
 
 

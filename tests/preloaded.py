@@ -19,6 +19,7 @@ from triton.runtime.interpreter import InterpretedFunction
 import interlace.operators
 import interlace_dlrm
 import interlace_gin
+import tests.hints
 import tests.pool
 
 __all__ = ["hypothesis", "pytest", "tests", "torch"]
@@ -34,6 +35,8 @@ for module in [*sys.modules.values()]:
     for value in [*vars(module).values()]:
         if type(value) is InterpretedFunction:
             value.rewrite()
+
+tests.hints.check()
 
 # Triton's interpreter makes so many objects that the collector goes through all of them often. What
 # has been imported stays, so the collector need not look at it, nor copy its pages in each rank.

@@ -220,7 +220,8 @@ def mixture_of_experts(
             :, 1]`` that of up; ``[L, F, 1, hidden]`` for experts without a gate. It is read where
             it is if its memory is a contiguous ``[L, F, 2, hidden]``, ``[L, 2, F, hidden]``,
             ``[L, hidden, F, 2]`` or ``[L, hidden, 2, F]``, of which w_in is a permuted view; its
-            gradient has the same strides. Other strides are copied in each call.
+            gradient has the same strides. Other strides, and weights that do not begin at a
+            multiple of 16 bytes, are copied in each call.
             Of float8 it must be a view of a contiguous ``[L, 2, F, hidden]``.
         w_out: ``[L, hidden, F]`` of w_in's dtype; also a view of a contiguous ``[L, F, hidden]``,
             unless it is float8.

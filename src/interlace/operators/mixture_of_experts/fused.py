@@ -166,11 +166,7 @@ def temporary_bytes(call: LayerCall, rows: int, width: int = 1) -> int:
         rows: The rows.
         width: Their width, as a multiple of the experts' inner one.
     """
-    copies = [
-        weight.nbytes
-        for weight in (call.w_in, call.w_out)
-        if layout.dimensions_in_memory(weight) is None
-    ]
+    copies = [weight.nbytes for weight in (call.w_in, call.w_out) if layout.is_copied(weight)]
     return rows * width * call.sizes.ffn * call.x.dtype.itemsize + sum(copies)
 
 

@@ -189,6 +189,14 @@ def order_of(weight: torch.Tensor) -> Order:
     return _ORDERS[dimensions_in_memory(weight) or tuple(range(weight.dim()))]
 
 
+def is_copied(weight: torch.Tensor) -> bool:
+    """Return whether ``w_in`` or ``w_out`` must be copied, since kernels cannot read it where it
+    is: in its order, or from an address that no vector begins at, as that of a view into memory
+    that parameters share may be.
+    """
+    return dimensions_in_memory(weight) is None or weight.data_ptr() % 16 != 0
+
+
 class ReadableParameters(NamedTuple):
     """The parameters of a rank's experts as they lie in memory: as kernels and grouped products
     read them.
@@ -231,13 +239,19 @@ class Parameters(NamedTuple):
         """
         in_dimensions, out_dimensions, bias_dimensions, _ = self._memory_dimensions()
         in_order, out_order = _ORDERS[in_dimensions], _ORDERS[out_dimensions]
-        w_in = self.w_in.permute(in_dimensions).contiguous()
+        laid_out = ((self.w_in, in_dimensions), (self.w_out, out_dimensions))
+        w_in, w_out = (
+            weight.permute(order).clone(memory_format=torch.contiguous_format)
+            if is_copied(weight)
+            else weight.permute(order)
+            for weight, order in laid_out
+        )
         b_in, b_out = self.b_in, self.b_out
         if b_in is not None:
             b_in = b_in.permute(bias_dimensions).contiguous().flatten(1)
         return ReadableParameters(
             w_in.flatten(1, 2) if in_order.along_k else w_in.flatten(2, 3),
-            self.w_out.permute(out_dimensions).contiguous(),
+            w_out,
             in_order,
             out_order,
             b_in,

@@ -21,6 +21,7 @@ from interlace.operators.embedding_all_to_all.config import OPERATOR
 from interlace.operators.embedding_all_to_all.layout import (
     ARRIVALS,
     HEADER,
+    LEFT_ALONE,
     MAX_RANKS,
     MAX_TABLES,
     TICKET,
@@ -42,7 +43,7 @@ class Target:
 
     Attributes:
         update: ``"store"`` (gradients), ``"sgd"`` or ``"adagrad"``.
-        places: Bytes from ``address`` to each table's memory; -1 for a table that is left alone.
+        places: Bytes from ``address`` to each table's memory, or :data:`LEFT_ALONE`.
         strides: Elements between two rows of each table.
         states: Addresses of Adagrad's states; 0 for other updates.
         rows: Number of rows of each table.
@@ -121,7 +122,9 @@ def gradients_target(
         elements = dense_bounds(rows, widths)
         values = torch.zeros(elements[-1], dtype=dtype, device=device)
         strides, starts = list(widths), [start * dtype.itemsize for start in elements[:-1]]
-    places = [start if trains else -1 for start, trains in zip(starts, trainable, strict=True)]
+    places = [
+        start if trains else LEFT_ALONE for start, trains in zip(starts, trainable, strict=True)
+    ]
     return Target("store", places, strides, [0] * len(rows), rows, dtype, values, by_segment=sparse)
 
 
@@ -137,7 +140,7 @@ def update_target(
     return Target(
         update="sgd" if kind == "SGD" else "adagrad",
         places=[
-            weight.data_ptr() if trains else -1
+            weight.data_ptr() if trains else LEFT_ALONE
             for weight, trains in zip(call.weights, trainable, strict=True)
         ],
         strides=[weight.stride(0) for weight in call.weights],

@@ -36,6 +36,11 @@ ARRIVALS: Final = 32
 TICKET: Final = 4
 """Blocks of runs that a program of the backward pass draws at a time."""
 
+LEFT_ALONE: Final = -16
+"""In place of the bytes to a table that the backward pass leaves alone: negative, and a multiple of
+16, as kernels say of all places, those that they do not touch included.
+"""
+
 
 class TableRecord(NamedTuple):
     """The numbers of one table that kernels read, int64 on the device.
@@ -49,7 +54,7 @@ class TableRecord(NamedTuple):
         first_key: Rows of the tables before this one. Added to a row's index, it numbers all rows
             of this rank.
         target: Bytes from the call's target (0 in updates) to the table's part that the backward
-            pass writes; -1 if the table is left alone.
+            pass writes, or :data:`LEFT_ALONE`.
         target_stride: Elements between two rows of that part.
         state: Address of Adagrad's state.
     """
@@ -60,7 +65,7 @@ class TableRecord(NamedTuple):
     column: int = 0
     own_column: int = 0
     first_key: int = 0
-    target: int = -1
+    target: int = LEFT_ALONE
     target_stride: int = 0
     state: int = 0
 

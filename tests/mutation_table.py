@@ -634,10 +634,22 @@ MUTANTS = [
         "comm/test_held_memory.py::test_a_program_is_shown_while_it_runs",
     ),
     Mutant(
-        "interlace/gemm/dispatch.py",
-        "    most = _MOST_IN_TREE * 32 * config.num_warps",
-        "    most = 2 * _MOST_IN_TREE * 32 * config.num_warps",
-        "gemm/test_rank_invariance.py::test_a_tile_leaves_registers_for_the_sums_that_wait",
+        "interlace/gemm/launch.py",
+        "leaves <= 2 or numbers <= _MOST_WAITING",
+        "leaves <= 2",
+        "gemm/test_rank_invariance.py::test_sums_wait_in_memory_where_registers_do_not_suffice",
+    ),
+    Mutant(
+        "interlace/language/tree.py",
+        "(2 * tl.program_id(0) + level)",
+        "tl.program_id(0)",
+        "gemm/test_rank_invariance.py::test_sums_that_wait_in_memory_have_the_same_bits",
+    ),
+    Mutant(
+        "interlace/operators/mixture_of_experts/layout.py",
+        " or weight.data_ptr() % 16 != 0",
+        "",
+        "testing/test_cases.py::test_every_case_is_right[mixture_of_experts-True]",
     ),
     Mutant(
         "interlace/integrations/sglang.py",

@@ -568,7 +568,7 @@ def _products(more=None):
     }
     tiling = Tiling(64, 64, 64, 8, descriptors=True, w_along_k=True)
     sending = Sending(2, "bf16", align=8, tile_stores=True, interleave=8, in_rank_order=False)
-    plain = {"TILING": tiling, "SENDING": sending} | (more or {})
+    plain = {"TILING": tiling, "SENDING": sending, "waiting": None} | (more or {})
     unscaled = {"scales": Scales("constexpr", "constexpr", "i32", "i32")}
     not_gathered = {"gathered_scales": None}
 
@@ -599,11 +599,17 @@ def _products(more=None):
 
 def _sums_over_ranks():
     """As other products; with eight leaves of K, which two ranks or four share."""
-    *products, stores = _products()
-    yield from products
-    types, constants = products[0]
+    described, float8, stores, blocks = _products()
+    yield from (described, float8, blocks)
+    types, constants = described
     tree = {"leaves": 4, "node": "bf16"}, {"in_rank_order": True, "in_tree": True}
     yield types, _in_tree(constants, *tree)
+    # Sums that wait in memory beside the largest tile.
+    large = _in_tree(constants, *tree) | {"num_warps": 8, "num_stages": 3}
+    large["TILING"] = large["TILING"]._replace(block_m=128, block_n=256)
+    operands = {"x": "tensordesc<bf16[128, 64]>", "w": "tensordesc<bf16[256, 64]>"}
+    tiles = dict.fromkeys(("slots", "results", "waiting"), "tensordesc<bf16[1, 1, 1, 128, 256]>")
+    yield types | operands | tiles, {name: large[name] for name in large if name != "waiting"}
     types, constants = stores
     tree = {"leaves": 2, "node": "fp16"}, {"in_rank_order": True, "in_tree": True, "world_size": 4}
     yield types, _in_tree(constants, *tree)

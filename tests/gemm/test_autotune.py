@@ -376,7 +376,8 @@ def test_times_are_remembered(tmp_path: Path) -> None:
         "", "[]", "{", '{"kind": {}, "times_us": {"fused": 1.0}}', '{"kind": 1}',
         '{"kind": KIND, "times_us": {"fused": "fast"}}',
         '{"kind": KIND, "times_us": {"fused": -1}}',
-        '{"kind": KIND, "times_us": [1]}', "\x00\x01",
+        '{"kind": KIND, "times_us": [1]}', "\x00\x01", "[" * 100_000,
+        '{"kind": KIND, "multiples": {"fused": 1%s}}' % ("0" * 400),
     ],
 )  # fmt: skip
 def test_files_that_are_none_are_ignored(tmp_path: Path, text: str) -> None:

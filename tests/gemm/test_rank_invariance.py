@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 import interlace
-from interlace.gemm import dispatch, invariance
+from interlace.gemm import invariance, launch
 from interlace.gemm.config import GemmConfig
-from interlace.gemm.few_rows import FewRowsConfig
+from interlace.gemm.operands import Operands
 from interlace.gemm.operator import GemmOperator, product_operator
 from interlace.nn import ColumnParallelLinear, RowParallelLinear
 from interlace.registry import BATCH_INVARIANT, operators
@@ -88,9 +88,11 @@ def _in_turn(rows: int) -> str:
     return "gemv" if rows <= 3 else "pushed" if rows <= 16 else "fused"
 
 
-def _batches(dtype: torch.dtype, takes_turns: bool) -> dict[tuple[str, int], torch.Tensor]:
+def _batches(
+    dtype: torch.dtype, takes_turns: bool, waits_in_memory: bool = False
+) -> dict[tuple[str, int], torch.Tensor]:
     """The bits of every sum of every batch. Kernels take turns as on a GPU with one arithmetic, or
-    one of them has all batches.
+    one of them has all batches; sums of leaves wait where those of large tiles do, or as others.
     """
     x, w, bias, residual = _shards(dtype)
 
@@ -109,6 +111,9 @@ def _batches(dtype: torch.dtype, takes_turns: bool) -> dict[tuple[str, int], tor
             for name in ("gemm_all_reduce", "gemm_reduce_scatter"):
                 operator = type(product_operator(name))
                 patch.setattr(operator, "choose", in_turn(operator.choose))
+        if waits_in_memory:
+            patch.setattr(launch, "moves_tiles", lambda _: True)
+            patch.setattr(launch, "_MOST_WAITING", 0)
         found = {
             (name, rows): bits(run(x[:rows].contiguous(), w, bias, residual[:rows]))
             for name, run in SUMS.items()
@@ -148,6 +153,16 @@ def test_numbers_of_ranks_have_the_same_bits(ranks: Any, dtype: str, takes_turns
         assert torch.equal(y, expected)
         x, w, *_ = _operands(DTYPES[dtype])
         assert not torch.equal(y, (x.double() @ w.double().T).to(DTYPES[dtype]))  # it matters here
+
+
+def test_sums_that_wait_in_memory_have_the_same_bits(ranks: Any) -> None:
+    """A rank alone has eight leaves, so sums of two and of four wait; with two ranks those of two
+    do.
+    """
+    for size in (1, 2):
+        for found in ranks(size).run(_batches, torch.float32, True, True):
+            expected = ranks(1).run(_batches, torch.float32, True)[0]
+            assert all(torch.equal(y, expected[key]) for key, y in found.items())
 
 
 def _of_layers(sequence_parallel: bool) -> torch.Tensor:
@@ -211,15 +226,22 @@ def test_ranks_must_agree_on_their_number(ranks: Any) -> None:
         assert "ranks=4" in message
 
 
-def test_a_tile_leaves_registers_for_the_sums_that_wait() -> None:
-    """128 x 256 numbers of eight warps are 128 registers of a thread, as are 64 and two sums."""
-    wide = GemmConfig(block_m=128, block_n=256, num_warps=8)
-    assert [dispatch._tile_in_tree(wide, leaves).block_n for leaves in (1, 2, 4, 8)] == [
-        256, 256, 128, 128,
-    ]  # fmt: skip
-    few = GemmConfig(block_m=16, block_n=64, num_warps=4)
-    others = FewRowsConfig(rows=128, columns=256)
-    assert [dispatch._tile_in_tree(config, 8) for config in (few, others)] == [few, others]
+def _waits_in_memory() -> list[bool]:
+    """Whether sums of 1, 2, 4 and 8 leaves wait in memory, of a large tile and of a small one."""
+    x, w = torch.ones(4, 64), torch.ones(4, 64)
+    operands = Operands(x, w, None, None, None, x.dtype)
+    large = GemmConfig(block_m=128, block_n=256, num_warps=8)
+    small = dataclasses.replace(large, block_n=128)
+    return [
+        launch.describe_waiting(interlace.group_of(), operands, config, leaves, True) is not None
+        for config in (large, small)
+        for leaves in (1, 2, 4, 8)
+    ]
+
+
+def test_sums_wait_in_memory_where_registers_do_not_suffice(ranks: Any) -> None:
+    """128 x 256 numbers of eight warps are 128 registers of a thread, as are two sums that wait."""
+    assert ranks(1).run(_waits_in_memory) == [[False, False, True, True] + [False] * 4]
 
 
 def test_what_the_mode_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -550,8 +550,6 @@ def _decide(
     else:
         implementations = resolve(operator, impl, choice, terms)
         chosen = choice
-    if leaves and invariance.has_one_arithmetic(operands.x.device, operands.x.dtype):
-        chosen = _with_configs(chosen, lambda config: _tile_in_tree(config, leaves))
     if config:
         chosen = chosen.with_text(operator, config)
     if leaves:
@@ -580,32 +578,12 @@ def _decide(
 
 def _with_steps(choice: Choice[Any], fitting_step: Callable[[int], int]) -> Choice[Any]:
     """Return a choice whose configurations go along K in other steps."""
-    return _with_configs(
-        choice, lambda config: dataclasses.replace(config, block_k=fitting_step(config.block_k))
-    )
 
+    def change(config: Any) -> Any:
+        return dataclasses.replace(config, block_k=fitting_step(config.block_k))
 
-def _with_configs(choice: Choice[Any], change: Callable[[Any], Any]) -> Choice[Any]:
-    """Return a choice with other configurations."""
     configs = {name: change(config) for name, config in choice.configs.items()}
     return dataclasses.replace(choice, config=change(choice.config), configs=configs)
-
-
-_MOST_IN_TREE = 64
-"""Numbers of a tile per thread, beside which the sums of a tree of four leaves that wait fit in
-registers.
-"""
-
-
-def _tile_in_tree(config: Any, leaves: int) -> Any:
-    """Return a configuration whose tile and waiting sums fit in registers, where K is added in a
-    tree of ``leaves``. Of two leaves one sum waits, which fits beside any tile that fits without.
-    """
-    if leaves <= 2 or not isinstance(config, GemmConfig):
-        return config
-    most = _MOST_IN_TREE * 32 * config.num_warps
-    columns = max(16, min(config.block_n, most // config.block_m))
-    return dataclasses.replace(config, block_n=columns)
 
 
 def _choose(

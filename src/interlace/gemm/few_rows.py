@@ -120,8 +120,7 @@ def multiply(
     if in_blocks:
         config = _within_blocks(config, x, weights[0])
     if leaves > 1:
-        block_k = block_in_leaf(config.block_k, x.shape[1] // leaves)
-        config = dataclasses.replace(config, block_k=block_k)
+        config = _within_leaves(config, x, leaves)
     # Through descriptors the hardware loads whole tiles, but of aligned rows only.
     is_row = config.rows == 1
     descriptors = not is_row and moves_tiles(x.device) and all(map(is_aligned, (x, *weights)))
@@ -169,6 +168,18 @@ def multiply(
     }
     with torch.cuda.device(x.device if x.device.type == "cuda" else -1):
         Launch(multiply_few_rows, (sum(tiles),), arguments, constants)()
+
+
+def _within_leaves(config: FewRowsConfig, x: torch.Tensor, leaves: int) -> FewRowsConfig:
+    """Return tiles for a K that is added in several leaves, each of whole steps."""
+    block_k = block_in_leaf(config.block_k, x.shape[1] // leaves)
+    stages = config.num_stages
+    if leaves > 2 and config.rows * config.columns == 128 * 128 and x.device.type == "cuda":
+        # The sums that wait leave no registers for a second program, whose loads would be in flight
+        # meanwhile.
+        stage_bytes = (config.rows + config.columns) * block_k * x.element_size()
+        stages = Gpu.of(x.device).stages_that_fit(5, stage_bytes, beside=1024)
+    return dataclasses.replace(config, block_k=block_k, num_stages=stages)
 
 
 def _within_blocks(config: FewRowsConfig, x: torch.Tensor, w: torch.Tensor) -> FewRowsConfig:

@@ -178,6 +178,29 @@ def describe_own(y: torch.Tensor, columns: int, block: list[int]) -> Any:
     )
 
 
+_MOST_WAITING = 64
+"""Numbers of a tile per thread, beside which all sums of a tree of four leaves fit in registers."""
+
+
+def describe_waiting(
+    group: Group, operands: Operands, config: GemmConfig, leaves: int, tiles: bool
+) -> Any:
+    """Return a tensor descriptor of new memory in which sums of several leaves of K wait, as
+    ``add_to_tree`` takes it; None if they wait in registers: of two leaves one sum waits, which
+    fits beside any tile that fits without.
+
+    Args:
+        leaves: As a ``GemmCall`` has them.
+        tiles: Whether the kernel moves tiles through tensor descriptors.
+    """
+    numbers = config.block_m * config.block_n // (32 * config.num_warps)
+    if not tiles or leaves <= 2 or numbers <= _MOST_WAITING:
+        return None
+    rows = 2 * config.block_m * programs(group, config)
+    memory = operands.x.new_empty((rows, config.block_n), dtype=operands.out_dtype)
+    return describe_own(memory, config.block_n, [config.block_m, config.block_n])
+
+
 def padded_columns(columns: int, dtype: torch.dtype) -> int:
     """Return the elements from one row of a result to the next, so that a descriptor can address
     every row.

@@ -3,9 +3,13 @@
 import triton
 import triton.language as tl
 
+from interlace.language.tiles import complete_tiles, put_tile
+
 
 @triton.jit
-def add_to_tree(value, ones, twos, fours, index, COUNT: tl.constexpr, NODE: tl.constexpr):
+def add_to_tree(
+    value, ones, twos, fours, index, COUNT: tl.constexpr, NODE: tl.constexpr, waiting=None
+):
     """Add one of ``COUNT`` values, which come in order, to a tree of pairs.
 
     The tree of eight values is ``((v0+v1) + (v2+v3)) + ((v4+v5) + (v6+v7))``. Each sum is float32;
@@ -20,6 +24,9 @@ def add_to_tree(value, ones, twos, fours, index, COUNT: tl.constexpr, NODE: tl.c
         index: The number of the value: int32 scalar or constant.
         COUNT: 1, 2, 4 or 8.
         NODE: The dtype of sums that are added.
+        waiting: A tensor descriptor ``[1, 1, 1, 2 * rows * programs, columns]`` of dtype NODE, whose
+            block is a value: memory in which sums of two and of four values wait that do not fit
+            into registers. None: ``twos`` and ``fours``, which mean nothing else.
 
     No sum is -0.0, since put_lamport sends that as 0.0.
 
@@ -37,15 +44,43 @@ def add_to_tree(value, ones, twos, fours, index, COUNT: tl.constexpr, NODE: tl.c
             value = _add(ones, value.to(NODE))
             if COUNT > 2:
                 if index % 4 == 1:
-                    twos = value.to(NODE)
+                    twos = _keep(value.to(NODE), twos, waiting, 0)
                 else:
-                    value = _add(twos, value.to(NODE))
+                    value = _add(_kept(value, twos, waiting, 0), value.to(NODE))
                     if COUNT > 4:
                         if index % 8 == 3:
-                            fours = value.to(NODE)
+                            fours = _keep(value.to(NODE), fours, waiting, 1)
                         else:
-                            value = _add(fours, value.to(NODE))
+                            value = _add(_kept(value, fours, waiting, 1), value.to(NODE))
     return value, ones, twos, fours
+
+
+@triton.jit
+def _keep(value, in_registers, waiting, level):
+    """Let a sum wait; return what waits in registers."""
+    if waiting is None:
+        in_registers = value
+    else:
+        block = tl.reshape(value, [1, 1, 1, value.shape[0], value.shape[1]])
+        put_tile(waiting, [0, 0, 0, _row(value, level), 0], block)
+    return in_registers
+
+
+@triton.jit
+def _kept(like, in_registers, waiting, level):
+    """Return a sum that waits."""
+    if waiting is None:
+        return in_registers
+    else:
+        # The store may have left shared memory, but not arrived.
+        complete_tiles()
+        return tl.reshape(waiting.load([0, 0, 0, _row(like, level), 0]), like.shape)
+
+
+@triton.jit
+def _row(value, level):
+    """Return where this program's sums of a level wait: the row of the descriptor."""
+    return (2 * tl.program_id(0) + level) * value.shape[0]
 
 
 @triton.jit

@@ -124,7 +124,7 @@ def add_parts(
 
 @triton.jit
 def send_and_sum(
-    matrices, scales, bias, slots, results, routes, stamp, group, BROADCAST: tl.constexpr,
+    matrices, scales, bias, slots, results, waiting, routes, stamp, group, BROADCAST: tl.constexpr,
     SENDING: tl.constexpr, TILING: tl.constexpr,
 ):
     """Send parts of the product to their owners' slots, and store the sums of this rank's own rows,
@@ -140,6 +140,7 @@ def send_and_sum(
     signals of that round: a grid finishes even if its programs run one after another.
 
     Args:
+        waiting: Where sums of several leaves of K wait; see :func:`add_to_tree`.
         routes: ``[ranks][ROUTE]``, the rows of each rank.
         BROADCAST: Whether sums go to every rank's buffer, or else to this rank's result.
 
@@ -179,7 +180,9 @@ def send_and_sum(
         if (tile >= 0) & (tile < tiles_m * tiles_n) & (row < rows):
             il.record("tile", tile, group)
             x_row, x_rows = first + row, first + rows
-            total = multiply_tile(matrices, x_row, column, x_rows, TILING, scales=scales)
+            total = multiply_tile(
+                matrices, x_row, column, x_rows, TILING, scales=scales, waiting=waiting
+            )
             total = finish_tile(total, scales, None, x_row, column, x_rows, N, TILING)
             il.record("computed", tile, group)
             # Tiles of an earlier round have left shared memory while this one was computed.

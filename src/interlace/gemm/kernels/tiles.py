@@ -122,7 +122,9 @@ def tile_place(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
 
 
 @triton.jit
-def multiply_tile(matrices, row, column, rows, TILING: tl.constexpr, w_first=0, scales=None):
+def multiply_tile(
+    matrices, row, column, rows, TILING: tl.constexpr, w_first=0, scales=None, waiting=None
+):
     """Return ``x[row :] @ w[column :].T``, float32 ``[block_m, block_n]``, times scales of blocks.
 
     K is added from its beginning to its end, or with several ``TILING.leaves`` each leaf of it, and
@@ -134,6 +136,7 @@ def multiply_tile(matrices, row, column, rows, TILING: tl.constexpr, w_first=0, 
             contiguous along N.
         scales: A :class:`Scales`, needed with ``TILING.block_scales``; other ones are for
             :func:`finish_tile`.
+        waiting: Where sums of several leaves wait; see :func:`add_to_tree`.
     """
     LEAVES: tl.constexpr = TILING.leaves
     K = matrices.K
@@ -148,12 +151,16 @@ def multiply_tile(matrices, row, column, rows, TILING: tl.constexpr, w_first=0, 
         twos, fours = ones, ones
         size = K // LEAVES
         # A branch within the loop over steps would make ptxas serialise the matrix unit.
-        for leaf in range(LEAVES):
+        leaf = 0
+        while leaf < LEAVES:
             first = leaf * size
             part = _multiply_columns(
                 matrices, row, column, rows, first, first + size, TILING, w_first, scales
             )
-            total, ones, twos, fours = add_to_tree(part, ones, twos, fours, leaf, LEAVES, NODE)
+            total, ones, twos, fours = add_to_tree(
+                part, ones, twos, fours, leaf, LEAVES, NODE, waiting
+            )
+            leaf += 1
     return total
 
 

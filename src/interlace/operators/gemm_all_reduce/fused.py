@@ -99,6 +99,7 @@ def prepare(
     arguments = launch.operand_arguments(operands, config, tiles) | {
         "slots": slots.tiles,
         "results": results,
+        "waiting": launch.describe_waiting(group, operands, config, leaves, tiles),
         "halves": SlotHalves(slots.workspace.data.address, slots.workspace.half_bytes),
         "buffers": OutputBuffers(destination.address, destination.buffer_bytes),
         "own_buffer": destination.own_index,

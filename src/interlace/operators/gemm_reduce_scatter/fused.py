@@ -84,6 +84,7 @@ def prepare(
     arguments = launch.operand_arguments(operands, config, descriptors) | {
         "slots": slots.tiles,
         "results": launch.describe_own(y, operands.columns, block) if tiles else None,
+        "waiting": launch.describe_waiting(group, operands, config, leaves, tiles),
         "halves": SlotHalves(slots.workspace.data.address, slots.workspace.half_bytes),
         "y_address": y.data_ptr(),
         "signals": slots.workspace.signals.address,

@@ -21,8 +21,8 @@ from interlace.mapped.kernel import tile_at, tiles_of
     ]
 )
 def gemm_reduce_scatter(
-    x, w, bias, scales, slots, results, halves, y_address, signals, epochs, ctx, routes, call,
-    per_source, most_rows, N, K, x_stride, w_stride, spread_ns, SENDING: tl.constexpr,
+    x, w, bias, scales, slots, results, waiting, halves, y_address, signals, epochs, ctx, routes,
+    call, per_source, most_rows, N, K, x_stride, w_stride, spread_ns, SENDING: tl.constexpr,
     TILING: tl.constexpr,
 ):
     """Multiply, send every rank its rows' parts, tile by tile, and add up this rank's own.
@@ -42,6 +42,8 @@ def gemm_reduce_scatter(
     Args:
         scales: A :class:`Scales`.
         slots, results: Tensor descriptors; see :class:`Slots` and :class:`Results`.
+        waiting: A tensor descriptor where sums of several leaves wait, or None; see
+            :func:`add_to_tree`.
         halves: A :class:`SlotHalves`.
     """
     WORLD_SIZE: tl.constexpr = SENDING.world_size
@@ -61,7 +63,8 @@ def gemm_reduce_scatter(
         start_in_turn(spread_ns)
     # 1. Parts go to their owners, and this rank's rows are summed as their parts come.
     send_and_sum(
-        matrices, scales, bias, arriving, sums, routes, stamp, group, False, SENDING, TILING
+        matrices, scales, bias, arriving, sums, waiting, routes, stamp, group, False, SENDING,
+        TILING,
     )
     if WORLD_SIZE > 1:
         # 2. The last program to have sent everything tells the peers that this call is over here.

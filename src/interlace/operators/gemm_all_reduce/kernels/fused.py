@@ -19,9 +19,9 @@ from interlace.gemm.kernels.tiles import Matrices, padded_stride, start_in_turn
     ]
 )
 def gemm_all_reduce(
-    x, w, bias, scales, slots, results, halves, buffers, own_buffer, signals, epochs, ctx, routes,
-    call, per_source, most_rows, M, N, K, x_stride, w_stride, spread_ns, SENDING: tl.constexpr,
-    TILING: tl.constexpr,
+    x, w, bias, scales, slots, results, waiting, halves, buffers, own_buffer, signals, epochs, ctx,
+    routes, call, per_source, most_rows, M, N, K, x_stride, w_stride, spread_ns,
+    SENDING: tl.constexpr, TILING: tl.constexpr,
 ):
     """Multiply, send every rank its rows' parts, add up this rank's own, and send the sums to all.
 
@@ -39,6 +39,8 @@ def gemm_all_reduce(
     Args:
         scales: A :class:`Scales`.
         slots, results: Tensor descriptors; see :class:`Slots` and :class:`Results`.
+        waiting: A tensor descriptor where sums of several leaves wait, or None; see
+            :func:`add_to_tree`.
         halves: A :class:`SlotHalves`.
         buffers: An :class:`OutputBuffers`.
     """
@@ -65,7 +67,8 @@ def gemm_all_reduce(
     if arrived > 0:
         # 2. Parts go to their owners; each owner's sums go to every rank's buffer.
         arrived = send_and_sum(
-            matrices, scales, bias, arriving, sums, routes, stamp, group, True, SENDING, TILING
+            matrices, scales, bias, arriving, sums, waiting, routes, stamp, group, True, SENDING,
+            TILING,
         )
         if SENDING.tile_stores:
             il.complete_tiles()

@@ -334,8 +334,8 @@ MUTANTS = [
     ),
     Mutant(
         "interlace/gemm/kernels/tiles.py",
-        "inside_w = (inner < K)",
-        "inside_w = (inner <= K)",
+        "inside_w = (inner < end)",
+        "inside_w = (inner <= end)",
         "gemm/test_fused.py::test_costs_are_the_counted_traffic",
     ),
     Mutant(
@@ -348,12 +348,6 @@ MUTANTS = [
         "interlace/gemm/kernels/reduction.py",
         "SENDING.in_tree and WORLD_SIZE > 2",
         "SENDING.in_tree and WORLD_SIZE > 4",
-        _SAME_BITS,
-    ),
-    Mutant(
-        "interlace/gemm/invariance.py",
-        "return min(block_k, leaf & -leaf)",
-        "return block_k",
         _SAME_BITS,
     ),
     Mutant(
@@ -638,6 +632,18 @@ MUTANTS = [
         "leaves <= 2 or numbers <= _MOST_WAITING",
         "leaves <= 2",
         "gemm/test_rank_invariance.py::test_sums_wait_in_memory_where_registers_do_not_suffice",
+    ),
+    Mutant(
+        "interlace/gemm/kernels/tiles.py",
+        "end = first + il.multiple_of(size, TILING.factor)",
+        "end = K",
+        "gemm/test_rank_invariance.py::test_numbers_of_ranks_have_the_same_bits[bfloat16-False]",
+    ),
+    Mutant(
+        "interlace/gemm/choice.py",
+        'return kernel if world_size > 1 or device.type == "cpu" else "unfused"',
+        "return kernel",
+        "gemm/test_invariance.py::test_a_rank_alone_takes_the_librarys_product",
     ),
     Mutant(
         "interlace/language/tree.py",

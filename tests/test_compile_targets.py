@@ -603,11 +603,12 @@ def _sums_over_ranks():
     yield from (described, float8, blocks)
     types, constants = described
     tree = {"leaves": 4, "node": "bf16"}, {"in_rank_order": True, "in_tree": True}
-    yield types, _in_tree(constants, *tree)
+    leaves = dict.fromkeys(("x", "w"), "tensordesc<bf16[1, 64, 64]>")
+    yield types | leaves, _in_tree(constants, *tree)
     # Sums that wait in memory beside the largest tile.
     large = _in_tree(constants, *tree) | {"num_warps": 8, "num_stages": 3}
     large["TILING"] = large["TILING"]._replace(block_m=128, block_n=256)
-    operands = {"x": "tensordesc<bf16[128, 64]>", "w": "tensordesc<bf16[256, 64]>"}
+    operands = {"x": "tensordesc<bf16[1, 128, 64]>", "w": "tensordesc<bf16[1, 256, 64]>"}
     tiles = dict.fromkeys(("slots", "results", "waiting"), "tensordesc<bf16[1, 1, 1, 128, 256]>")
     yield types | operands | tiles, {name: large[name] for name in large if name != "waiting"}
     types, constants = stores
@@ -721,8 +722,10 @@ def _multiply_few_rows():
                     is_operand = name == "w" or not is_scaled
                     tensors[f"{name}_{index}"] = f"*{dtype if is_operand else 'bf16'}"
         if first != "row" and tiling.descriptors:
-            tensors["x"] = f"tensordesc<{dtype}[16, 64]>"
-            tensors |= {f"w_{index}": f"tensordesc<{dtype}[64, 64]>" for index in range(weights)}
+            leaf = "1, " if tiling.leaves > 1 else ""
+            tensors["x"] = f"tensordesc<{dtype}[{leaf}16, 64]>"
+            of_weight = f"tensordesc<{dtype}[{leaf}64, 64]>"
+            tensors |= {f"w_{index}": of_weight for index in range(weights)}
         yield types | tensors, constants
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import gc
 import logging
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +29,6 @@ from interlace.gemm.choice import MAX_RANKS
 from interlace.gemm.config import GemmConfig
 from interlace.gemm.epilogue import Epilogue
 from interlace.gemm.invariance import (
-    block_in_leaf,
     effective_impl,
     invariant_implementation,
     is_invariant,
@@ -552,10 +551,8 @@ def _decide(
         chosen = choice
     if config:
         chosen = chosen.with_text(operator, config)
-    if leaves:
-        chosen = _with_steps(chosen, lambda step: block_in_leaf(step, operands.inner // leaves))
     if operands.has_block_scales:
-        chosen = _with_steps(chosen, functools.partial(min, SCALE_BLOCK))
+        chosen = _with_shorter_steps(chosen)
     # Where the caller has decided there is nothing to measure.
     is_open = impl in operator.choosers and is_free and not config
     log.debug(
@@ -576,14 +573,14 @@ def _decide(
     )
 
 
-def _with_steps(choice: Choice[Any], fitting_step: Callable[[int], int]) -> Choice[Any]:
-    """Return a choice whose configurations go along K in other steps."""
+def _with_shorter_steps(choice: Choice[Any]) -> Choice[Any]:
+    """Return a choice whose configurations go along K in steps within a block of scales."""
 
-    def change(config: Any) -> Any:
-        return dataclasses.replace(config, block_k=fitting_step(config.block_k))
+    def shorten(config: Any) -> Any:
+        return dataclasses.replace(config, block_k=min(config.block_k, SCALE_BLOCK))
 
-    configs = {name: change(config) for name, config in choice.configs.items()}
-    return dataclasses.replace(choice, config=change(choice.config), configs=configs)
+    configs = {name: shorten(config) for name, config in choice.configs.items()}
+    return dataclasses.replace(choice, config=shorten(choice.config), configs=configs)
 
 
 def _choose(

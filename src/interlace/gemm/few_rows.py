@@ -24,7 +24,7 @@ from interlace.comm.launching.kernels import (
 )
 from interlace.comm.runtime.interpreter import require
 from interlace.errors import ArgumentError
-from interlace.gemm.invariance import block_in_leaf, has_one_arithmetic
+from interlace.gemm.invariance import has_one_arithmetic
 from interlace.gemm.launch import moves_tiles, row_stride, scale_stride
 from interlace.gemm.operands import contiguous_dimension, is_aligned
 from interlace.gemm.scaled import SCALE_BLOCK
@@ -119,15 +119,15 @@ def multiply(
         in_blocks = x_scale.dim() == 2
     if in_blocks:
         config = _within_blocks(config, x, weights[0])
-    if leaves > 1:
-        config = _within_leaves(config, x, leaves)
+    if leaves > 2:
+        config = _beside_waiting(config, x)
     # Through descriptors the hardware loads whole tiles, but of aligned rows only.
     is_row = config.rows == 1
     descriptors = not is_row and moves_tiles(x.device) and all(map(is_aligned, (x, *weights)))
     x_block, w_block = [config.rows, config.block_k], [config.columns, config.block_k]
     tiles = [ceil_div(len(w), config.columns) * ceil_div(len(x), config.rows) for w in weights]
     arguments: dict[str, Any] = {
-        "x": describe_matrix(x, row_stride(x), x_block) if descriptors else x,
+        "x": describe_matrix(x, row_stride(x), x_block, leaves) if descriptors else x,
         "x_stride": row_stride(x),
         "M": len(x),
         "K": x.shape[1],
@@ -144,7 +144,9 @@ def multiply(
         weight_index = min(index, len(weights) - 1)
         w = weights[weight_index] if along_k else weights[weight_index].T
         arguments |= {
-            f"w_{index}": _described(w, w_block, along_k) if descriptors else weights[weight_index],
+            f"w_{index}": (
+                _described(w, w_block, along_k, leaves) if descriptors else weights[weight_index]
+            ),
             f"bias_{index}": biases[weight_index],
             f"y_{index}": results[weight_index],
             f"N_{index}": len(weights[weight_index]),
@@ -170,16 +172,15 @@ def multiply(
         Launch(multiply_few_rows, (sum(tiles),), arguments, constants)()
 
 
-def _within_leaves(config: FewRowsConfig, x: torch.Tensor, leaves: int) -> FewRowsConfig:
-    """Return tiles for a K that is added in several leaves, each of whole steps."""
-    block_k = block_in_leaf(config.block_k, x.shape[1] // leaves)
-    stages = config.num_stages
-    if leaves > 2 and config.rows * config.columns == 128 * 128 and x.device.type == "cuda":
-        # The sums that wait leave no registers for a second program, whose loads would be in flight
-        # meanwhile.
-        stage_bytes = (config.rows + config.columns) * block_k * x.element_size()
-        stages = Gpu.of(x.device).stages_that_fit(5, stage_bytes, beside=1024)
-    return dataclasses.replace(config, block_k=block_k, num_stages=stages)
+def _beside_waiting(config: FewRowsConfig, x: torch.Tensor) -> FewRowsConfig:
+    """Return tiles beside which several sums wait: as these leave no registers for a second program
+    of large tiles, whose loads would be in flight meanwhile, more of the one are.
+    """
+    if config.rows * config.columns < 128 * 128 or x.device.type == "cpu":
+        return config
+    stage_bytes = (config.rows + config.columns) * config.block_k * x.element_size()
+    stages = Gpu.of(x.device).stages_that_fit(5, stage_bytes, beside=1024)
+    return dataclasses.replace(config, num_stages=stages)
 
 
 def _within_blocks(config: FewRowsConfig, x: torch.Tensor, w: torch.Tensor) -> FewRowsConfig:
@@ -244,9 +245,13 @@ def _factor(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> int:
     return known_factor(x.shape[1], row_stride(x), *map(len, weights), *strides)
 
 
-def _described(w: torch.Tensor, block: list[int], along_k: bool) -> Any:
-    """Return a descriptor of a weight ``[N, K]``, or of its transpose ``[K, N]``."""
-    return describe_matrix(w, row_stride(w), block if along_k else block[::-1])
+def _described(w: torch.Tensor, block: list[int], along_k: bool, leaves: int) -> Any:
+    """Return a descriptor of a weight ``[N, K]``, or of its transpose ``[K, N]``, whose K is in
+    leaves.
+    """
+    return describe_matrix(
+        w, row_stride(w), block if along_k else block[::-1], leaves, int(along_k)
+    )
 
 
 def is_faster(x: torch.Tensor, w: torch.Tensor) -> bool:

@@ -222,13 +222,6 @@ def leaves_of(name: str, most_ranks: int, world_size: int, inner: int, dtype: to
     return leaves
 
 
-def block_in_leaf(block_k: int, leaf: int) -> int:
-    """Return the columns of K that a program loads at a time: ``block_k``, or as many as a leaf has
-    a whole number of; powers of two.
-    """
-    return min(block_k, leaf & -leaf)
-
-
 def has_one_arithmetic(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether a device adds up products in one way, by :data:`ONE_ARITHMETIC`.
 

@@ -68,23 +68,26 @@ def moves_tiles(device: torch.device) -> bool:
     )
 
 
-def operand_arguments(operands: Operands, config: GemmConfig, descriptors: bool) -> dict[str, Any]:
+def operand_arguments(
+    operands: Operands, config: GemmConfig, descriptors: bool, leaves: int = 0
+) -> dict[str, Any]:
     """Return the arguments of a kernel that depend on its operands alone, by name.
 
     Args:
         operands: As :meth:`Operands.for_kernel` returns them.
         descriptors: Whether the kernel loads x and w as tiles through tensor descriptors.
+        leaves: As a ``GemmCall`` has them.
     """
     from interlace.gemm.kernels.tiles import Scales
 
     x, w = operands.x, operands.w
     x_stride, w_stride = _strides(operands)
     if descriptors:
-        x = describe_matrix(x, x_stride, [config.block_m, config.block_k])
+        x = describe_matrix(x, x_stride, [config.block_m, config.block_k], leaves)
         if contiguous_dimension(w) == 1:
-            w = describe_matrix(w, w_stride, [config.block_n, config.block_k])
+            w = describe_matrix(w, w_stride, [config.block_n, config.block_k], leaves)
         else:
-            w = describe_matrix(w.T, w_stride, [config.block_k, config.block_n])
+            w = describe_matrix(w.T, w_stride, [config.block_k, config.block_n], leaves, 0)
     return {
         "x": x,
         "w": w,

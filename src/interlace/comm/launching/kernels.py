@@ -300,8 +300,11 @@ def triton_dtype(dtype: torch.dtype) -> Any:
     }[dtype]  # fmt: skip
 
 
-def describe_matrix(matrix: torch.Tensor, stride: int, block: list[int]) -> Any:
-    """Return a tensor descriptor of a matrix whose rows are contiguous.
+def describe_matrix(
+    matrix: torch.Tensor, stride: int, block: list[int], parts: int = 1, dimension: int = 1
+) -> Any:
+    """Return a tensor descriptor of a matrix whose rows are contiguous; with several ``parts`` of
+    its rows or columns, ``[parts, rows, columns]`` of a part, so that tiles end where a part does.
 
     A descriptor must have an address, which a matrix without elements lacks, so such a matrix gets
     a row that no kernel reads.
@@ -310,12 +313,17 @@ def describe_matrix(matrix: torch.Tensor, stride: int, block: list[int]) -> Any:
         matrix: ``[rows, columns]``.
         stride: Elements between the starts of two rows.
         block: Rows and columns of a tile.
+        parts: Equal parts.
+        dimension: The dimension that parts share.
     """
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    return TensorDescriptor(
-        addressable(matrix, stride), [max(size, 1) for size in matrix.shape], [stride, 1], block
-    )
+    sizes, strides = [max(size, 1) for size in matrix.shape], [stride, 1]
+    if parts > 1:
+        sizes[dimension] //= parts
+        strides = [sizes[dimension] * strides[dimension], *strides]
+        sizes, block = [parts, *sizes], [1, *block]
+    return TensorDescriptor(addressable(matrix, stride), sizes, strides, block)
 
 
 def addressable(matrix: torch.Tensor, elements: int) -> torch.Tensor:

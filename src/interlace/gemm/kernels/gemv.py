@@ -21,7 +21,7 @@ class GemvTiling(NamedTuple):
         block_b: Tokens that a tile covers.
         block_k: Columns of the weight that a program loads at a time.
         even: Whether the tiles cover rows and tokens without a remainder.
-        even_k: Whether the blocks cover the columns without a remainder.
+        even_k: Whether the blocks cover the columns, or those of a leaf, without a remainder.
         word_values: Values in a packed word, 1 or 2.
         round_parts: Whether a part is rounded to the operands' dtype before it travels, as those of
             the operators around a GEMM are.
@@ -182,14 +182,9 @@ def _several_tokens(x, w, K, TILING: tl.constexpr):
     x and w are tiles of pointers to rows. With several ``TILING.leaves``, these are added in a tree
     of pairs; see :func:`add_to_tree`.
     """
-    BLOCK_K: tl.constexpr = TILING.block_k
     LEAVES: tl.constexpr = TILING.leaves
-    k = tl.arange(0, BLOCK_K)
     if LEAVES == 1:
-        full_blocks = K if TILING.even_k else K // BLOCK_K * BLOCK_K
-        accumulator = _multiply_blocks(x, w, 0, full_blocks, K, TILING)
-        if not TILING.even_k:
-            accumulator = _add_product(accumulator, x, w, full_blocks + k, K, True)
+        accumulator = _multiply_columns(x, w, 0, K, TILING)
     else:
         NODE: tl.constexpr = tl.dtype(TILING.node)
         BLOCK_N: tl.constexpr = TILING.block_n
@@ -197,10 +192,9 @@ def _several_tokens(x, w, K, TILING: tl.constexpr):
         accumulator = tl.zeros([BLOCK_N, BLOCK_B], tl.float32)
         ones = accumulator.to(NODE)
         twos, fours = ones, ones
-        # Leaves are whole blocks.
         size = K // LEAVES
         for leaf in range(LEAVES):
-            part = _multiply_blocks(x, w, leaf * size, leaf * size + size, K, TILING)
+            part = _multiply_columns(x, w, leaf * size, size, TILING)
             accumulator, ones, twos, fours = add_to_tree(
                 part, ones, twos, fours, leaf, LEAVES, NODE
             )
@@ -208,15 +202,19 @@ def _several_tokens(x, w, K, TILING: tl.constexpr):
 
 
 @triton.jit
-def _multiply_blocks(x, w, first, end, K, TILING: tl.constexpr):
-    """Compute what whole blocks from column ``first`` to ``end`` add to the sum over K."""
+def _multiply_columns(x, w, first, count, TILING: tl.constexpr):
+    """Compute what ``count`` columns from ``first`` on add to the sum over K."""
     BLOCK_N: tl.constexpr = TILING.block_n
     BLOCK_B: tl.constexpr = TILING.block_b
     BLOCK_K: tl.constexpr = TILING.block_k
     k = tl.arange(0, BLOCK_K)
     accumulator = tl.zeros([BLOCK_N, BLOCK_B], tl.float32)
-    for start in range(first, end, BLOCK_K):
-        accumulator = _add_product(accumulator, x, w, start + k, K, False)
+    end = first + count
+    full_blocks = end if TILING.even_k else first + count // BLOCK_K * BLOCK_K
+    for start in range(first, full_blocks, BLOCK_K):
+        accumulator = _add_product(accumulator, x, w, start + k, end, False)
+    if not TILING.even_k:
+        accumulator = _add_product(accumulator, x, w, full_blocks + k, end, True)
     return accumulator
 
 
@@ -230,11 +228,11 @@ def _load_last(x, w, K, TILING: tl.constexpr):
 
 
 @triton.jit
-def _load_weight(pointers, k, K, MASKED: tl.constexpr):
+def _load_weight(pointers, k, end, MASKED: tl.constexpr):
     # Each weight is used once, so it may leave the caches before anything else does.
     if MASKED:
         return tl.load(
-            pointers[:, None] + k[None, :], mask=k[None, :] < K, other=0.0,
+            pointers[:, None] + k[None, :], mask=k[None, :] < end, other=0.0,
             eviction_policy="evict_first",
         )
     else:
@@ -249,11 +247,11 @@ def _multiply(weight, value):
 
 
 @triton.jit
-def _add_product(accumulator, x, w, k, K, MASKED: tl.constexpr):
-    """Advance one step along K with several tokens, by the matrix unit."""
-    weight = _load_weight(w, k, K, MASKED)
+def _add_product(accumulator, x, w, k, end, MASKED: tl.constexpr):
+    """Advance one step along K, up to column ``end``, with several tokens, by the matrix unit."""
+    weight = _load_weight(w, k, end, MASKED)
     pointers = x[None, :] + k[:, None]
-    value = tl.load(pointers, mask=k[:, None] < K, other=0.0) if MASKED else tl.load(pointers)
+    value = tl.load(pointers, mask=k[:, None] < end, other=0.0) if MASKED else tl.load(pointers)
     return add_product(accumulator, weight, value)
 
 

@@ -22,8 +22,7 @@ class Tiling(NamedTuple):
         descriptors: Whether x and w are tensor descriptors, or else pointers.
         w_along_k: Whether w is contiguous along K, or else along N.
         factor: Of the operands' sizes and strides; see ``il.multiple_of``.
-        leaves: Parts of K, each of whole steps, whose sums are added in a tree of pairs; 1 to add
-            along all of K.
+        leaves: Parts of K whose sums are added in a tree of pairs; 1 to add along all of K.
         node: Triton's name of the dtype to which sums in that tree are rounded.
         block_scales: Of float8 operands with scales of blocks, the one of them, ``"x"`` or ``"w"``,
             whose every row has a scale for each 128 elements of K, where the other one has it for
@@ -69,7 +68,8 @@ class Matrices(NamedTuple):
     """The operands of ``x [M, K] @ w[N, K].T``.
 
     Attributes:
-        x, w: Tensor descriptors or pointers; see ``Tiling.descriptors``.
+        x, w: Tensor descriptors or pointers; see ``Tiling.descriptors``. With several
+            ``Tiling.leaves`` the first dimension of descriptors is the leaf.
         N, K: Columns of the result, and the inner dimension.
         x_stride: Elements between two rows of x.
         w_stride: Elements between two rows of w, or two columns if it is contiguous along N.
@@ -153,9 +153,8 @@ def multiply_tile(
         # A branch within the loop over steps would make ptxas serialise the matrix unit.
         leaf = 0
         while leaf < LEAVES:
-            first = leaf * size
             part = _multiply_columns(
-                matrices, row, column, rows, first, first + size, TILING, w_first, scales
+                matrices, row, column, rows, leaf, size, TILING, w_first, scales
             )
             total, ones, twos, fours = add_to_tree(
                 part, ones, twos, fours, leaf, LEAVES, NODE, waiting
@@ -166,9 +165,9 @@ def multiply_tile(
 
 @triton.jit
 def _multiply_columns(
-    matrices, row, column, rows, first, end, TILING: tl.constexpr, w_first, scales
+    matrices, row, column, rows, leaf, size, TILING: tl.constexpr, w_first, scales
 ):
-    """Return what columns ``first`` to ``end`` of K add to :func:`multiply_tile`."""
+    """Return what a leaf of K, of ``size`` columns, adds to :func:`multiply_tile`."""
     BLOCK_M: tl.constexpr = TILING.block_m
     BLOCK_N: tl.constexpr = TILING.block_n
     BLOCK_K: tl.constexpr = TILING.block_k
@@ -176,13 +175,21 @@ def _multiply_columns(
     x, w, N, K = matrices.x, matrices.w, matrices.N, matrices.K
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     if TILING.descriptors:
-        # Descriptors return zeros beyond the matrix, so no masks are needed along K.
-        for k in range(first, end, BLOCK_K):
-            left = x.load([row, k])
-            right = w.load([column, k]).T if W_ALONG_K else w.load([w_first + k, column])
+        # Descriptors return zeros beyond the matrix, or the leaf, so no masks are needed along K.
+        for k in range(0, size, BLOCK_K):
+            if TILING.leaves == 1:
+                left = x.load([row, k])
+                right = w.load([column, k]).T if W_ALONG_K else w.load([w_first + k, column])
+            else:
+                left = tl.reshape(x.load([leaf, row, k]), [BLOCK_M, BLOCK_K])
+                if W_ALONG_K:
+                    right = tl.reshape(w.load([leaf, column, k]), [BLOCK_N, BLOCK_K]).T
+                else:
+                    right = tl.reshape(w.load([leaf, k, column]), [BLOCK_K, BLOCK_N])
             total = add_step(total, left, right, scales, row, column, rows, N, K, k, TILING)
     else:
-        K = il.multiple_of(K, TILING.factor)
+        first = il.multiple_of(leaf * size, TILING.factor)
+        end = first + il.multiple_of(size, TILING.factor)
         if not W_ALONG_K:
             # Else rows of w need no mask that is the same for several: they are read along K. They
             # may be tokens then, of which there is any number.
@@ -194,13 +201,13 @@ def _multiply_columns(
         columns = w + n.to(tl.int64)[None, :] * (w_stride if W_ALONG_K else 1)
         for k in range(first, end, BLOCK_K):
             inner = k + tl.arange(0, BLOCK_K)
-            inside_x = (m < rows)[:, None] & (inner < K)[None, :]
+            inside_x = (m < rows)[:, None] & (inner < end)[None, :]
             left = tl.load(lines + inner[None, :], mask=inside_x, other=0.0)
             if W_ALONG_K:
                 step = inner[:, None]
             else:
                 step = inner.to(tl.int64)[:, None] * w_stride
-            inside_w = (inner < K)[:, None] & (n < N)[None, :]
+            inside_w = (inner < end)[:, None] & (n < N)[None, :]
             right = tl.load(columns + step, mask=inside_w, other=0.0)
             total = add_step(total, left, right, scales, row, column, rows, N, K, k, TILING)
     return total

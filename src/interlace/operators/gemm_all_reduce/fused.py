@@ -96,7 +96,7 @@ def prepare(
         results = describe_ranks(
             group, destination.address, dtype, sizes, [config.block_m, config.block_n]
         )
-    arguments = launch.operand_arguments(operands, config, tiles) | {
+    arguments = launch.operand_arguments(operands, config, tiles, leaves) | {
         "slots": slots.tiles,
         "results": results,
         "waiting": launch.describe_waiting(group, operands, config, leaves, tiles),

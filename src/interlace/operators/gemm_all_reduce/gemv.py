@@ -178,6 +178,7 @@ def tiling_of(
     w: torch.Tensor,
     config: GemvAllReduceConfig | GemmAllReduceNormConfig,
     block_b: int,
+    leaves: int = 0,
 ) -> Any:
     """Return how kernels that read the weight once are tiled: a ``GemvTiling``.
 
@@ -186,18 +187,20 @@ def tiling_of(
         w: ``[N, K]``.
         config: Of the kernel.
         block_b: Tokens of a tile.
+        leaves: As a ``GemmCall`` has them.
     """
     from interlace.gemm.kernels.gemv import GemvTiling
 
-    (rows, columns), tokens = w.shape, len(x)
+    (rows, columns), tokens, leaves = w.shape, len(x), max(leaves, 1)
     return GemvTiling(
         block_n=config.block_n,
         block_b=block_b,
         block_k=config.block_k,
         even=rows % config.block_n == 0 and tokens % block_b == 0,
-        even_k=columns > 0 and columns % config.block_k == 0,
+        even_k=columns > 0 and columns // leaves % config.block_k == 0,
         word_values=1,
         factor=known_factor(rows, columns, row_stride(x), row_stride(w)),
+        leaves=leaves,
     )
 
 
@@ -290,10 +293,9 @@ def prepare(
     words = _Words.of(tokens, rows, x.dtype, x.device, ranks, config, is_batch_invariant, leaves)
     block_b, tiles, values = words.block_b, words.tiles, words.values
     programs = min(tiles, config.max_programs or MAX_PROGRAMS, MAX_PROGRAMS)
-    tiling = tiling_of(x, w, config, block_b)._replace(
+    tiling = tiling_of(x, w, config, block_b, leaves)._replace(
         word_values=values,
         round_parts=is_batch_invariant and not (ranks == 1 and leaves > 0),
-        leaves=max(leaves, 1),
         node=triton_dtype(x.dtype).name,
         in_tree=leaves > 0,
     )

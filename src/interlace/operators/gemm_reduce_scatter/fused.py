@@ -81,7 +81,7 @@ def prepare(
     tiles = descriptors and tile_stores
     slots = launch.slots_for(group, NAME, rows, operands.columns, dtype, config, tiles)
     block = [config.block_m, config.block_n]
-    arguments = launch.operand_arguments(operands, config, descriptors) | {
+    arguments = launch.operand_arguments(operands, config, descriptors, leaves) | {
         "slots": slots.tiles,
         "results": launch.describe_own(y, operands.columns, block) if tiles else None,
         "waiting": launch.describe_waiting(group, operands, config, leaves, tiles),

@@ -24,6 +24,7 @@ from interlace.gemm.operator import GemmOperator, product_operator
 from interlace.nn import RowParallelLinear
 from interlace.registry import BATCH_INVARIANT, operators
 from interlace.tuning.choice import Choice
+from interlace.tuning.gpu import Gpu
 from tests.gemm import row_calls
 from tests.gemm.row_calls import Run, bits
 
@@ -328,3 +329,17 @@ def test_what_is_declared_invariant() -> None:
         "gemm_reduce_scatter": ["fused", "pushed"],
         "mixture_of_experts": ["fused", "decode"],
     }
+
+
+@pytest.mark.parametrize("name", ["gemm_reduce_scatter", "all_gather_gemm", "gemm_all_to_all"])
+def test_a_rank_alone_takes_the_librarys_product(name: str) -> None:
+    """Within the mode, which has no library's product, it takes the kernel for few rows."""
+    operator = operators()[name]
+    h200 = Gpu("NVIDIA H200", 132, 232448)
+    sizes = {"columns": 8192, "inner": 7168, "dtype": torch.bfloat16}
+    for rows in (1, 256, 4096):
+        choice = operator.choose(rows=rows, **sizes, world_size=1, device=h200)
+        assert choice.impl == "unfused"
+        invariant = [each.name for each in invariant_implementations(operator)]
+        first = next(impl for impl in choice.candidates if impl in invariant)
+        assert first == ("fused" if rows == 4096 else "pushed")

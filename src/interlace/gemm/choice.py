@@ -82,6 +82,13 @@ def by_class(operator: str, call: Mapping[str, Any]) -> Mapping[str, Any]:
     return call if is_measured else {**call, "rows": rows}
 
 
+def kernel_or_product(kernel: str, *, device: torch.device, world_size: int, **_: Any) -> str:
+    """Return the implementation to take where no time is known: the operator's ``kernel``, but the
+    library's product for a rank alone on a GPU, which has nothing to exchange.
+    """
+    return kernel if world_size > 1 or device.type == "cpu" else "unfused"
+
+
 @cached_by_profiles
 def choose_product(
     operator: str,
@@ -128,7 +135,7 @@ def choose_on(
         w_along_k: Whether w is contiguous along K; else it is along N.
         in_place: Whether peers can read rows of x where they lie.
         has_block_scales: Whether float8 operands have a scale for each block.
-        default: The implementation to take where no time is known.
+        default: The implementation to take where no time is known, and by a rank alone.
     """
     sizes = {"rows": rows, "columns": columns, "inner": inner}
     start = default_config(
@@ -140,25 +147,29 @@ def choose_on(
         has_block_scales=has_block_scales,
     )
     tabulated = by_table(operator, gpu.name, sizes, dtype, world_size, start, default)
+    profile, config = profile_of(gpu.name, gpu.processors), tabulated.config
+    call = SizedCall.of_dtype(
+        str(dtype).removeprefix("torch."), **sizes, world_size=world_size, w_along_k=w_along_k
+    )
+    call = dataclasses.replace(call, has_block_scales=has_block_scales)
+    result_dtype = default_output_dtype(dtype)
+    converts = out_dtype not in (None, result_dtype)
+    terms = Terms(
+        rows, "cuda", dtype, rows * columns * result_dtype.itemsize, world_size,
+        converts=converts, is_even=rows % world_size == 0, w_along_k=w_along_k,
+    )  # fmt: skip
+    if out_dtype is not None and converts:
+        call = dataclasses.replace(call, output_itemsize=out_dtype.itemsize)
+    tile = config.block_m, config.block_n
+    times_us = predicted_times(profile, operator, call, tile, terms, in_place=in_place)
+    if not times_us:
+        return tabulated
+    choice = fastest(operator, profile, times_us, lambda _: config)
     if world_size > 1:
-        profile, config = profile_of(gpu.name, gpu.processors), tabulated.config
-        call = SizedCall.of_dtype(
-            str(dtype).removeprefix("torch."), **sizes, world_size=world_size, w_along_k=w_along_k
-        )
-        call = dataclasses.replace(call, has_block_scales=has_block_scales)
-        result_dtype = default_output_dtype(dtype)
-        converts = out_dtype not in (None, result_dtype)
-        terms = Terms(
-            rows, "cuda", dtype, rows * columns * result_dtype.itemsize, world_size,
-            converts=converts, is_even=rows % world_size == 0, w_along_k=w_along_k,
-        )  # fmt: skip
-        if out_dtype is not None and converts:
-            call = dataclasses.replace(call, output_itemsize=out_dtype.itemsize)
-        tile = config.block_m, config.block_n
-        times_us = predicted_times(profile, operator, call, tile, terms, in_place=in_place)
-        if times_us:
-            return fastest(operator, profile, times_us, lambda _: config)
-    return tabulated
+        return choice
+    # What was measured has peers. Calls that cannot run the default take the others in this order.
+    reason = "a rank alone has nothing to exchange"
+    return dataclasses.replace(choice, impl=default, reason=reason, faster=())
 
 
 def predicted_times(

@@ -20,7 +20,7 @@ from interlace.errors import ArgumentError, did_you_mean
 from interlace.gemm import invariance
 from interlace.gemm.between_nodes import times_between_nodes
 from interlace.gemm.call import GemmCall, RowPlan
-from interlace.gemm.choice import by_class, choose_product
+from interlace.gemm.choice import by_class, choose_product, kernel_or_product
 from interlace.gemm.config import GemmConfig
 from interlace.gemm.operands import (
     ALIGNMENT_BYTES,
@@ -151,7 +151,8 @@ class GemmOperator(Operator):
         """Return what ``impl="auto"`` runs, for many rows by their class; see
         :func:`interlace.gemm.choice.choose_product`.
         """
-        call = {"default": self.implementations[0].name, **by_class(self.name, call)}
+        default = kernel_or_product(self.implementations[0].name, **call)
+        call = {"default": default, **by_class(self.name, call)}
         return choose_product(self.name, cast(Any, self.config_type), **call)
 
     def invariant_choice(

@@ -13,7 +13,7 @@ from interlace.costs.known_profiles import cached_by_profiles
 from interlace.errors import ArgumentError
 from interlace.gemm import schema
 from interlace.gemm.call import GemmCall, RowPlan
-from interlace.gemm.choice import by_class, choose_product
+from interlace.gemm.choice import by_class, choose_product, kernel_or_product
 from interlace.gemm.epilogue import Norm, Normed
 from interlace.gemm.gradients import product_gradients, save_operands
 from interlace.gemm.implementations import network, two_levels
@@ -117,7 +117,7 @@ def _choose(**call: Any) -> Choice[Any]:
     is_few = gemv.is_default(
         call["rows"], call["dtype"], call.get("out_dtype"), call.get("w_along_k", True)
     )
-    default = gemv.GEMV.name if is_few else FUSED.name
+    default = gemv.GEMV.name if is_few else kernel_or_product(FUSED.name, **call)
     choice = choose_product(GemmAllReduce.name, GemmAllReduceConfig, default=default, **call)
     return gemv.with_table(choice, **call)
 

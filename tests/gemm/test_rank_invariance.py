@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import interlace
-from interlace.gemm import invariance, launch
+from interlace.gemm import few_rows, invariance, launch
 from interlace.gemm.config import GemmConfig
 from interlace.gemm.operands import Operands
 from interlace.gemm.operator import GemmOperator, product_operator
@@ -89,10 +89,11 @@ def _in_turn(rows: int) -> str:
 
 
 def _batches(
-    dtype: torch.dtype, takes_turns: bool, waits_in_memory: bool = False
+    dtype: torch.dtype, takes_turns: bool, most_waiting: int | None = None
 ) -> dict[tuple[str, int], torch.Tensor]:
     """The bits of every sum of every batch. Kernels take turns as on a GPU with one arithmetic, or
-    one of them has all batches; sums of leaves wait where those of large tiles do, or as others.
+    one of them has all batches. With ``most_waiting`` they load through descriptors, and beside
+    tiles with more numbers of a thread sums wait in memory.
     """
     x, w, bias, residual = _shards(dtype)
 
@@ -111,9 +112,10 @@ def _batches(
             for name in ("gemm_all_reduce", "gemm_reduce_scatter"):
                 operator = type(product_operator(name))
                 patch.setattr(operator, "choose", in_turn(operator.choose))
-        if waits_in_memory:
-            patch.setattr(launch, "moves_tiles", lambda _: True)
-            patch.setattr(launch, "_MOST_WAITING", 0)
+        if most_waiting is not None:
+            for module in (launch, few_rows):
+                patch.setattr(module, "moves_tiles", lambda _: True)
+            patch.setattr(launch, "_MOST_WAITING", most_waiting)
         found = {
             (name, rows): bits(run(x[:rows].contiguous(), w, bias, residual[:rows]))
             for name, run in SUMS.items()
@@ -155,12 +157,13 @@ def test_numbers_of_ranks_have_the_same_bits(ranks: Any, dtype: str, takes_turns
         assert not torch.equal(y, (x.double() @ w.double().T).to(DTYPES[dtype]))  # it matters here
 
 
-def test_sums_that_wait_in_memory_have_the_same_bits(ranks: Any) -> None:
+@pytest.mark.parametrize("most_waiting", [0, 64])
+def test_leaves_through_descriptors_have_the_same_bits(ranks: Any, most_waiting: int) -> None:
     """A rank alone has eight leaves, so sums of two and of four wait; with two ranks those of two
     do.
     """
     for size in (1, 2):
-        for found in ranks(size).run(_batches, torch.float32, True, True):
+        for found in ranks(size).run(_batches, torch.float32, True, most_waiting):
             expected = ranks(1).run(_batches, torch.float32, True)[0]
             assert all(torch.equal(y, expected[key]) for key, y in found.items())
 

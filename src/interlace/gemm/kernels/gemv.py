@@ -182,40 +182,35 @@ def _several_tokens(x, w, K, TILING: tl.constexpr):
     x and w are tiles of pointers to rows. With several ``TILING.leaves``, these are added in a tree
     of pairs; see :func:`add_to_tree`.
     """
+    BLOCK_K: tl.constexpr = TILING.block_k
     LEAVES: tl.constexpr = TILING.leaves
-    if LEAVES == 1:
-        accumulator = _multiply_columns(x, w, 0, K, TILING)
-    else:
-        NODE: tl.constexpr = tl.dtype(TILING.node)
-        BLOCK_N: tl.constexpr = TILING.block_n
-        BLOCK_B: tl.constexpr = TILING.block_b
-        accumulator = tl.zeros([BLOCK_N, BLOCK_B], tl.float32)
-        ones = accumulator.to(NODE)
-        twos, fours = ones, ones
-        size = K // LEAVES
-        for leaf in range(LEAVES):
-            part = _multiply_columns(x, w, leaf * size, size, TILING)
-            accumulator, ones, twos, fours = add_to_tree(
-                part, ones, twos, fours, leaf, LEAVES, NODE
-            )
-    return accumulator
-
-
-@triton.jit
-def _multiply_columns(x, w, first, count, TILING: tl.constexpr):
-    """Compute what ``count`` columns from ``first`` on add to the sum over K."""
+    k = tl.arange(0, BLOCK_K)
     BLOCK_N: tl.constexpr = TILING.block_n
     BLOCK_B: tl.constexpr = TILING.block_b
-    BLOCK_K: tl.constexpr = TILING.block_k
-    k = tl.arange(0, BLOCK_K)
-    accumulator = tl.zeros([BLOCK_N, BLOCK_B], tl.float32)
-    end = first + count
-    full_blocks = end if TILING.even_k else first + count // BLOCK_K * BLOCK_K
-    for start in range(first, full_blocks, BLOCK_K):
-        accumulator = _add_product(accumulator, x, w, start + k, end, False)
-    if not TILING.even_k:
-        accumulator = _add_product(accumulator, x, w, full_blocks + k, end, True)
-    return accumulator
+    part = tl.zeros([BLOCK_N, BLOCK_B], tl.float32)
+    if LEAVES == 1:
+        full_blocks = K if TILING.even_k else K // BLOCK_K * BLOCK_K
+        for start in range(0, full_blocks, BLOCK_K):
+            part = _add_product(part, x, w, start + k, K, False)
+        if not TILING.even_k:
+            part = _add_product(part, x, w, full_blocks + k, K, True)
+        return part
+    else:
+        NODE: tl.constexpr = tl.dtype(TILING.node)
+        total, ones = part, part.to(NODE)
+        twos, fours = ones, ones
+        size = K // LEAVES
+        steps = (size + BLOCK_K - 1) // BLOCK_K
+        # One loop: that of each leaf would wait for its first loads.
+        for step in range(LEAVES * steps):
+            leaf = step // steps
+            first = leaf * size
+            inner = first + step % steps * BLOCK_K + k
+            part = _add_product(part, x, w, inner, first + size, not TILING.even_k)
+            if step % steps == steps - 1:
+                total, ones, twos, fours = add_to_tree(part, ones, twos, fours, leaf, LEAVES, NODE)
+                part = tl.zeros_like(part)
+        return total
 
 
 @triton.jit

@@ -139,18 +139,24 @@ def multiply_tile(
         waiting: Where sums of several leaves wait; see :func:`add_to_tree`.
     """
     LEAVES: tl.constexpr = TILING.leaves
+    BLOCK_M: tl.constexpr = TILING.block_m
+    BLOCK_N: tl.constexpr = TILING.block_n
+    IS_SMALL: tl.constexpr = BLOCK_M * BLOCK_N <= (1024 if LEAVES == 2 else 4096)
     K = matrices.K
+    size = K // LEAVES
     if LEAVES == 1:
         total = _multiply_columns(matrices, row, column, rows, 0, K, TILING, w_first, scales)
+    elif IS_SMALL and TILING.descriptors and waiting is None:
+        # Loads take longer than the matrix unit, and in a loop for each leaf it would wait for the
+        # first ones.
+        total = _multiply_leaves_at_once(matrices, row, column, size, TILING)
     else:
         NODE: tl.constexpr = tl.dtype(TILING.node)
-        BLOCK_M: tl.constexpr = TILING.block_m
-        BLOCK_N: tl.constexpr = TILING.block_n
         total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         ones = total.to(NODE)
         twos, fours = ones, ones
-        size = K // LEAVES
-        # A branch within the loop over steps would make ptxas serialise the matrix unit.
+        # A branch within the loop over steps would make ptxas serialise the matrix unit. Of a
+        # ``for``, Triton would keep the shared memory of its stores apart from that of others.
         leaf = 0
         while leaf < LEAVES:
             part = _multiply_columns(
@@ -161,6 +167,49 @@ def multiply_tile(
             )
             leaf += 1
     return total
+
+
+@triton.jit
+def _multiply_leaves_at_once(matrices, row, column, size, TILING: tl.constexpr):
+    """Return :func:`multiply_tile` of several leaves, ``size`` columns each, in one loop over K."""
+    BLOCK_K: tl.constexpr = TILING.block_k
+    LEAVES: tl.constexpr = TILING.leaves
+    NODE: tl.constexpr = tl.dtype(TILING.node)
+    BLOCK_M: tl.constexpr = TILING.block_m
+    BLOCK_N: tl.constexpr = TILING.block_n
+    part = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    total, ones = part, part.to(NODE)
+    twos, fours = ones, ones
+    steps = (size + BLOCK_K - 1) // BLOCK_K
+    for step in range(LEAVES * steps):
+        leaf, k = step // steps, step % steps * BLOCK_K
+        left, right = _load_step(matrices, row, column, leaf, k, TILING, 0)
+        part = add_product(part, left, right)
+        if step % steps == steps - 1:
+            total, ones, twos, fours = add_to_tree(part, ones, twos, fours, leaf, LEAVES, NODE)
+            part = tl.zeros_like(part)
+    return total
+
+
+@triton.jit
+def _load_step(matrices, row, column, leaf, k, TILING: tl.constexpr, w_first):
+    """Return what a step multiplies, from element ``k`` of a leaf on, by descriptors: they return
+    zeros beyond the matrix, or the leaf, so no masks are needed.
+    """
+    BLOCK_M: tl.constexpr = TILING.block_m
+    BLOCK_N: tl.constexpr = TILING.block_n
+    BLOCK_K: tl.constexpr = TILING.block_k
+    x, w = matrices.x, matrices.w
+    if TILING.leaves == 1:
+        left = x.load([row, k])
+        right = w.load([column, k]).T if TILING.w_along_k else w.load([w_first + k, column])
+    else:
+        left = tl.reshape(x.load([leaf, row, k]), [BLOCK_M, BLOCK_K])
+        if TILING.w_along_k:
+            right = tl.reshape(w.load([leaf, column, k]), [BLOCK_N, BLOCK_K]).T
+        else:
+            right = tl.reshape(w.load([leaf, k, column]), [BLOCK_K, BLOCK_N])
+    return left, right
 
 
 @triton.jit
@@ -175,17 +224,8 @@ def _multiply_columns(
     x, w, N, K = matrices.x, matrices.w, matrices.N, matrices.K
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     if TILING.descriptors:
-        # Descriptors return zeros beyond the matrix, or the leaf, so no masks are needed along K.
         for k in range(0, size, BLOCK_K):
-            if TILING.leaves == 1:
-                left = x.load([row, k])
-                right = w.load([column, k]).T if W_ALONG_K else w.load([w_first + k, column])
-            else:
-                left = tl.reshape(x.load([leaf, row, k]), [BLOCK_M, BLOCK_K])
-                if W_ALONG_K:
-                    right = tl.reshape(w.load([leaf, column, k]), [BLOCK_N, BLOCK_K]).T
-                else:
-                    right = tl.reshape(w.load([leaf, k, column]), [BLOCK_K, BLOCK_N])
+            left, right = _load_step(matrices, row, column, leaf, k, TILING, w_first)
             total = add_step(total, left, right, scales, row, column, rows, N, K, k, TILING)
     else:
         first = il.multiple_of(leaf * size, TILING.factor)

@@ -228,7 +228,7 @@ def test_the_pass_can_be_installed_for_the_whole_process(ranks: Any) -> None:
 def _identities() -> list[Any]:
     """Of the pass: on its own, after one that can be told apart, after one that cannot; with a
     group more, and one that only rank 0 is a member of; with that group on two nodes; with another
-    program's norm, and with its collective.
+    program's norm, with its collective, and with its product in the place of PyTorch's.
     """
 
     class Other(InductorPass):
@@ -250,6 +250,10 @@ def _identities() -> list[Any]:
         ids.append(InductorPass().uuid())
     foreign.unregister("tests::sum")
     foreign.unregister("tests::norm")
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("aten::linear", lambda *arguments: None, "CPU")
+    ids.append(InductorPass().uuid())
+    library._destroy()
     return [*ids, InductorPass().uuid()]
 
 
@@ -259,6 +263,37 @@ def test_inductor_caches_by_what_decides(ranks: Any) -> None:
         assert after_unknown is None
         assert len({alone, *others}) == len(others), "the last one is the second one again"
         assert others[-1] == others[1]
+
+
+def _keys_of_dynamic_rows() -> list[tuple[Any, str | None]]:
+    """The pass's key, and the operator, of a program for any number of rows, which is traced with
+    few, with many, and with few again.
+    """
+    w, bias = tensors((N, K), (N,))
+    keys: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        keys.append(InductorPass().uuid())
+        return eager_backend(graph, inputs)
+
+    def program(x: torch.Tensor) -> torch.Tensor:
+        return all_reduce(torch.addmm(bias, x, w.t()))
+
+    with recording() as findings:
+        for rows in (6, 130, 6):
+            torch.compiler.reset()
+            x = torch.randn(rows, K)
+            torch._dynamo.mark_dynamic(x, 0)
+            torch.compile(program, backend=backend, fullgraph=True)(x)
+    return list(zip(keys, [finding.operator for finding in findings], strict=True))
+
+
+def test_inductor_caches_by_the_rows_that_decide(ranks: Any) -> None:
+    """Else a rank that finds such a graph may have another one than its peers, which compile it."""
+    for few, many, again in ranks(2).run(_keys_of_dynamic_rows):
+        assert (few[1], many[1]) == (None, "gemm_all_reduce")
+        assert few == again
+        assert few[0] != many[0]
 
 
 class _Uneven(nn.Module):

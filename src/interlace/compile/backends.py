@@ -22,7 +22,9 @@ from interlace.compile import foreign, in_place
 from interlace.compile.choice import (
     nodes_of,
     ranks_of_a_node,
+    replaced_products,
     require_common_profile,
+    traced_sizes,
     uneven_groups,
 )
 from interlace.compile.findings import LeftAlone, Report, recording
@@ -309,6 +311,8 @@ def _fingerprint() -> str:
         ranks_of_a_node(device),
         _groups(device),
         uneven_groups(),
+        traced_sizes(),
+        replaced_products(device.type),
         foreign.registered(),
         # Another package may add operators, and implementations to one.
         [

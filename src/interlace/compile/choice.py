@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._guards import TracingContext
+from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 from interlace.comm import process_group_named
 from interlace.comm.groups.group import known_nodes
@@ -40,16 +41,20 @@ def require_runnable(device: torch.device) -> None:
     them, put products of their own in the place of PyTorch's: a kernel for ``aten::mm``. Another
     product would break that promise.
     """
-    for name, key in _keys_of_products(device.type):
-        # The kernels that programs have registered in Python, as torch.library keeps them.
-        if key in torch.library._impls:
-            raise LeftAlone(f"the program has a product of its own in the place of aten::{name}")
+    for name in replaced_products(device.type):
+        raise LeftAlone(f"the program has a product of its own in the place of aten::{name}")
     if device.type not in ("cuda", "cpu"):
         raise LeftAlone(f"operators run on cuda and cpu; it is on {device.type}")
     if device.type == "cpu" and not interpreting():
         raise LeftAlone(
             "on the CPU operators need Triton's interpreter; TRITON_INTERPRET is not set"
         )
+
+
+def replaced_products(device_type: str) -> list[str]:
+    """Return the products of PyTorch's in whose place the program has put products of its own."""
+    # The kernels that programs have registered in Python, as torch.library keeps them.
+    return [name for name, key in _keys_of_products(device_type) if key in torch.library._impls]
 
 
 @functools.cache
@@ -131,6 +136,22 @@ def uneven_groups() -> list[str]:
             if int(size) % math.prod(map(mesh.size, over)):
                 names |= {mesh.get_group(number).group_name for number in over}
     return sorted(names)
+
+
+def traced_sizes() -> list[tuple[str, str]]:
+    """Return the sizes of the graph that is being compiled that change from call to call, each with
+    the value that it was traced with.
+
+    The pass decides by these values, and Inductor does not tell graphs apart by them.
+    """
+    context = TracingContext.try_get()
+    shapes = context.fake_mode.shape_env if context is not None and context.fake_mode else None
+    known = {} if shapes is None else shapes.backed_var_to_val
+    return sorted(
+        (str(symbol), str(number))
+        for symbol, number in known.items()
+        if symbol_is_type(symbol, SymT.SIZE)
+    )
 
 
 def nodes_of(group_name: str, device: torch.device) -> int:

@@ -27,8 +27,14 @@ def kernel_ns(gpu: Gpu, kernel: Kernel) -> int:
     if gpu.profile is None or kernel.product is None:
         return gpu.roofline_ns(kernel.flops, kernel.memory_bytes)
     product_us, _ = _product_us(gpu.profile, kernel.product, kernel.products)
-    # A user may give a machine a slower memory than its profile was measured with.
-    return math.ceil(max(1e3 * product_us, gpu.floor_ns(kernel.flops, kernel.memory_bytes)))
+    return math.ceil(max(1e3 * product_us, _floor_ns(gpu, kernel)))
+
+
+def _floor_ns(gpu: Gpu, kernel: Kernel) -> float:
+    """Return the least nanoseconds on this machine of a product that a profile times: a user may
+    give a machine a slower memory than its profile was measured with.
+    """
+    return gpu.floor_ns(kernel.flops, kernel.memory_bytes / gpu.memory_efficiency.value)
 
 
 def launch_and_body_ns(machine: Machine, kernel: Kernel) -> tuple[int, int]:
@@ -47,8 +53,8 @@ def launch_and_body_ns(machine: Machine, kernel: Kernel) -> tuple[int, int]:
     rates = _profile(gpu.profile).product
     # The peers' parts are written into this memory beside the product.
     memory_us = 1e6 * kernel.memory_bytes / rates.memory_bytes_per_s
-    floor_ns = gpu.floor_ns(kernel.flops, kernel.memory_bytes)
-    return round(1e3 * rates.launch_us), math.ceil(max(1e3 * tiles_us, 1e3 * memory_us, floor_ns))
+    body_ns = max(1e3 * tiles_us, 1e3 * memory_us, _floor_ns(gpu, kernel))
+    return round(1e3 * rates.launch_us), math.ceil(body_ns)
 
 
 def _profile(gpu: str) -> MachineProfile:

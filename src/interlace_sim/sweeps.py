@@ -21,6 +21,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
+from interlace.cache_folder import write_whole
 from interlace.documents import to_json
 from interlace.errors import ConfigError
 from interlace_sim.machine import find
@@ -222,20 +223,21 @@ def _recall(folder: Path | None, scenario: Scenario) -> dict[str, Any] | None:
         return None
     try:
         document = json.loads((folder / f"{_key(scenario)}.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
-    # A file that a full disk or a killed process cut short is run again.
-    return document if isinstance(document, dict) and "total_ns" in document else None
+    # A file that a full disk cut short, or that was edited, is run again.
+    is_whole = isinstance(document, dict) and all(
+        type(document.get(name)) is int for name in ("total_ns", "exposed_ns", "bound_ns", "events")
+    )
+    return document if is_whole else None
 
 
 def _remember(folder: Path | None, scenario: Scenario, outcome: dict[str, Any]) -> None:
     if folder is None or "error" in outcome:
         return
-    file = folder / f"{_key(scenario)}.json"
-    part = file.with_suffix(f".{os.getpid()}")
-    part.write_text(to_json(outcome), encoding="utf-8")
-    # Renamed into its name, so that another process reads a complete file or none.
-    part.replace(file)
+    # What cannot be remembered, in a folder that may only be read, is run again.
+    with contextlib.suppress(OSError):
+        write_whole(folder / f"{_key(scenario)}.json", to_json(outcome))
 
 
 def to_csv(points: Sequence[Point]) -> str:

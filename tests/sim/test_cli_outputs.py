@@ -59,6 +59,7 @@ def test_paths_that_cannot_be_written_are_refused_early(tmp_path: Path, option: 
         (tmp_path / "nowhere" / "a", "No such file or directory"),
         (tmp_path / "file" / "a", "Not a directory"),
         (tmp_path, "Is a directory"),
+        (tmp_path / ("a" * 300), "File name too long"),
     ):
         with pytest.raises(ArgumentError, match=f"must be a file that can be written; {reason}"):
             Outputs(**{option: path})

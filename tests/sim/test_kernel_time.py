@@ -37,6 +37,14 @@ def test_a_profile_times_products_and_nothing_else() -> None:
     assert kernel_ns(h200.gpu, dataclasses.replace(work, given_ns=5)) == 5
 
 
+def test_a_memory_that_is_slower_than_the_profiles_is_busy_for_no_longer_than_its_kernels() -> None:
+    slow = load_machine("h200-node", {"gpu.memory_bytes_per_s": 1e9})
+    work = matrix_product(256, 8192, 7168, 2)
+    busy_ns = work.memory_bytes / slow.gpu.memory_efficiency.value
+    assert kernel_ns(slow.gpu, work) == math.ceil(busy_ns)
+    assert launch_and_body_ns(slow, work)[1] == math.ceil(busy_ns)
+
+
 def test_elements_of_four_bytes_are_exact() -> None:
     """PyTorch multiplies float32 without tensor cores, 51 TFLOP/s in the library's kernels."""
     h200 = load_machine("h200-node")

@@ -234,6 +234,18 @@ def test_sweep_is_cartesian_cached_and_the_same_in_parallel(tmp_path: Path) -> N
     assert len(lines) == 5
 
 
+def test_a_memory_that_cannot_be_used_is_not_used(tmp_path: Path) -> None:
+    base, one = Scenario("collective", size=4096), {"nodes": [4]}
+    first = sweep(base, one, workers=1, cache_folder=tmp_path)
+    (file,) = tmp_path.iterdir()
+    whole = file.read_text()
+    for content in ("[" * 100_000, "[]", '{"total_ns": 1}', whole.replace("events", "e")):
+        file.write_text(content)
+        assert sweep(base, one, workers=1, cache_folder=tmp_path) == first
+    # Nobody can write there, not even root.
+    assert sweep(base, one, workers=1, cache_folder=Path("/proc")) == first
+
+
 def test_a_combination_that_cannot_be_run_does_not_stop_the_others(tmp_path: Path) -> None:
     points = sweep(Scenario("dlrm"), {"nodes": [4], "topology": ["switch", "torus:3x3"]}, workers=1)
     assert points[0].total_ns > 0

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from interlace.documents import read_bytes
 from interlace.errors import ConfigError
 from interlace.extras import needing
 from interlace_sim.astra.graph import Kind, Node
@@ -63,10 +64,11 @@ def read_trace(file: Path, rank: int | None = None, *, replay_only: bool = False
     """
     definitions = _definitions()
     try:
-        content = file.read_bytes()
-    except OSError as error:
+        content = read_bytes(file)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(
-            f"{file} must be a Chakra trace; {error.strerror}. Traces are named PREFIX.RANK.et, "
+            f"{file} must be a Chakra trace; {reason}. Traces are named PREFIX.RANK.et, "
             "one for each NPU."
         ) from error
     messages = _messages(content, file)

@@ -110,6 +110,7 @@ def simulate_product(
     is_behind_copies = (implementation, collective) == ("chunked", "reduce_scatter")
     name = "multiply_and_sum" if is_behind_copies else operator
     kernel = TiledKernel(world, name, collective, profile, call, tiling)
+    _require_few(kernel.tiles * world.ranks**2)
     for rank in range(world.ranks):
         streams = Streams(world, rank, profile, call)
         match implementation, collective:
@@ -133,6 +134,18 @@ def simulate_product(
             case _:
                 streams.pushed(collective)
     return world.finish()
+
+
+def _require_few(tiles: int) -> None:
+    """Refuse more tiles, each rank's for each rank, than this machine's memory has room for."""
+    if tiles > _MOST_TILES:
+        raise ConfigError(
+            f"a simulated call must have at most {_MOST_TILES} tiles on all ranks; got {tiles}. "
+            "Take fewer rows or columns."
+        )
+
+
+_MOST_TILES = 2**18
 
 
 def simulate_words(
@@ -159,6 +172,7 @@ def simulate_words(
         two_phase: Whether parts go to the owners of rows, and their sums to all.
     """
     world, tiles = World(machine, world_size), ceil_div(rows, block_n)
+    _require_few(tiles * world_size**2)
     sizes = {"tokens": tokens, "rows": rows, "itemsize": itemsize}
     kernel = WordsKernel(
         world,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import time
 from collections.abc import Callable
 
@@ -13,7 +12,7 @@ from rich.table import Table
 from interlace.cli.console import make_console, make_table
 from interlace.cli.outputs import Outputs
 from interlace.errors import ConfigError
-from interlace.units import format_bytes, format_ns
+from interlace.units import format_bytes, format_ns, parse_count, shortened
 from interlace_sim.cli.progress import show_progress
 from interlace_sim.cli.run import Changes, machine_changes
 from interlace_sim.t3 import (
@@ -105,11 +104,12 @@ def parse_shape(text: str) -> Product:
     Raises:
         ConfigError: the text does not have that form.
     """
-    match = re.fullmatch(r"(\d+)x(\d+)x(\d+)", text)
-    if not match:
-        raise ConfigError(f"--shape must be ROWSxCOLUMNSxDEPTH; got {text!r}. Say 8192x4256x2128.")
-    rows, columns, depth = map(int, match.groups())
-    return Product(f"product {text}", rows, columns, depth)
+    sizes = [size for part in text.split("x") if (size := parse_count(part)) is not None]
+    if len(sizes) != 3 or text.count("x") != 2:
+        raise ConfigError(
+            f"--shape must be ROWSxCOLUMNSxDEPTH; got {shortened(text)}. Say 8192x4256x2128."
+        )
+    return Product(f"product {text}", *sizes)
 
 
 def _times(results: dict[str, SubLayer]) -> Table:

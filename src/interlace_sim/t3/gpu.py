@@ -61,6 +61,8 @@ class Part:
         unit_ns: Nanoseconds of the mean compute unit by cause, ``product_ns`` in all.
         queue: Mean entries of a DRAM channel's queue in successive steps of
             :data:`~interlace_sim.t3.memory.QUEUE_STEP_NS`.
+        late_bytes: Bytes of ``memory`` that may be moved after the part's end: nothing waits for
+            what a cache writes back.
     """
 
     name: str
@@ -82,6 +84,7 @@ class Part:
     flows: tuple[Flow, ...] = ()
     unit_ns: dict[Cause, float] = dataclasses.field(default_factory=dict)
     queue: tuple[float, ...] = ()
+    late_bytes: float = 0.0
 
 
 class Gpu:

@@ -176,7 +176,9 @@ class Memory:
         if size <= 0:
             done()
             return
-        label, segment = f"{cause} {kind}", min(run or SEGMENT_BYTES, SEGMENT_BYTES)
+        # An access that is larger than the queue would never enter it.
+        most = min(SEGMENT_BYTES, self._capacity * self._column_bytes)
+        label, segment = f"{cause} {kind}", min(run or most, most)
         left, now = size / self._channels, self._engine.now
         self._streams[stream].append(
             _Request(cause, kind, label, left, segment, bool(run), now, done)

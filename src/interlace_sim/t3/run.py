@@ -37,6 +37,8 @@ COLLECTIVES: tuple[Collective, ...] = ("reduce_scatter", "all_to_all", "all_gath
 
 
 _MOST_RANKS = 2**10
+_MOST_SLOWNESS = 1000
+"""The records of a memory's queue grow with a run's time."""
 
 
 def simulate(
@@ -83,9 +85,11 @@ def simulate(
     if ranks > _MOST_RANKS:
         raise ConfigError(f"a group must have at most {_MOST_RANKS} GPUs; got {ranks}.")
     chunks = _address_map(collective, product, ranks, network, address_map)
-    if slowness is not None and (len(slowness) != ranks or min(slowness) < 1):
+    if slowness is not None and not (
+        len(slowness) == ranks and all(1 <= factor <= _MOST_SLOWNESS for factor in slowness)
+    ):
         raise ConfigError(
-            f"slowness must have a factor of at least 1 for each of {ranks} GPUs; got "
+            f"slowness must have a factor from 1 to {_MOST_SLOWNESS} for each of {ranks} GPUs; got "
             f"{tuple(slowness)}."
         )
     sublayer = _SubLayer(machine, product, ranks, network, collective, max(slowness or (1.0,)))
@@ -234,7 +238,14 @@ def product_alone(
 
     Running(gpu, plan, units, store if bypass else None, slowness=slowness)
     part = group.run("product")
-    return part if bypass else dataclasses.replace(part, time_ns=part.product_ns)
+    if bypass:
+        return part
+    return dataclasses.replace(
+        part,
+        time_ns=part.product_ns,
+        memory_busy_ns=min(part.memory_busy_ns, part.product_ns),
+        late_bytes=part.memory.get(("product", "write"), 0.0),
+    )
 
 
 def _result(sublayer: _SubLayer, configuration: str, schedule: Schedule) -> SubLayer:
@@ -250,7 +261,12 @@ def _result(sublayer: _SubLayer, configuration: str, schedule: Schedule) -> SubL
     busy |= {
         link: sum(use.end_ns - use.start_ns for use in uses if use.link == link) for link in sent
     }
-    bound = _bound(sublayer, sum(memory.values()), sent)
+    needed = {True: 0.0, False: 0.0}  # with the product, and without
+    for _, part in schedule:
+        needed[bool(part.product_ns)] += sum(part.memory.values()) - part.late_bytes
+    # Where the product and the others run at once, they do not contend for memory.
+    are_apart = configuration in ("sequential", "t3", "t3-mca")
+    bound = _bound(sublayer, (sum if are_apart else max)(needed.values()), sent)
     name = f"{sublayer.product.name}, {configuration}"
     bound.check(total, name)
     result = Result(

@@ -237,6 +237,34 @@ def test_nothing_is_faster_than_its_parts(small: dict[str, SubLayer]) -> None:
         assert small[name].parts[0].time_ns >= small["ideal-nmc"].parts[0].product_ns
 
 
+@pytest.mark.parametrize("collective", ["reduce_scatter", "all_gather"])
+def test_what_a_cache_writes_back_at_the_end_bounds_nothing(collective: Any) -> None:
+    """Nothing waits for it, and a slow memory would take longer for it than for all the rest."""
+    machine = load_t3_machine("t3-h200", {"memory.bytes_per_s": 1e9})
+    one = simulate(machine, Product("low", 128, 128, 1), 2, "sequential", collective)
+    assert one.result.bound.time_ns <= one.total_ns < one.result.memory_bytes
+    assert one.result.busy_ns["memory"] <= one.total_ns
+
+
+def test_what_does_not_contend_for_memory_is_not_bounded_by_all_of_it() -> None:
+    changes = {"memory.bytes_per_s": 1e9, "memory.row_open_ns": 1000, "memory.row_cycle_ns": 1000}
+    machine = load_t3_machine("t3-paper", changes)
+    for name in CONFIGURATIONS:
+        one = simulate(machine, Product("low", 7, 128, 64), 2, name)
+        assert one.result.bound.time_ns <= one.total_ns
+
+
+@pytest.mark.parametrize("entries", [1, 2, 3])
+def test_no_access_is_larger_than_the_queue(entries: int) -> None:
+    """Whole runs and segments of 256 bytes are four columns."""
+    machine = load_t3_machine("t3-paper", {"memory.queue_entries": entries})
+    for name in CONFIGURATIONS:
+        one = simulate(machine, Product("low", 128, 256, 512), 3, name)
+        whole = simulate(load_t3_machine("t3-paper"), one.product, 3, name)
+        assert one.memory_bytes == pytest.approx(whole.memory_bytes)
+        assert one.fused.product_ns >= whole.fused.product_ns > 0
+
+
 def test_runs_are_repeatable(small: dict[str, SubLayer]) -> None:
     assert simulate(load_t3_machine(), SMALL, 8, "t3-mca") == small["t3-mca"]
 
@@ -507,7 +535,11 @@ def _some_shapes(file: Path, shapes: tuple[str, ...]) -> Path:
         ),
         (
             lambda machine: simulate(machine, SMALL, 4, "t3", slowness=(1, 1)),
-            "a factor of at least 1 for each of 4 GPUs",
+            "a factor from 1 to 1000 for each of 4 GPUs",
+        ),
+        (
+            lambda machine: simulate(machine, SMALL, 2, "t3", slowness=(float("inf"), 1)),
+            "a factor from 1 to 1000 for each of 2 GPUs",
         ),
         (
             lambda machine: simulate(machine, SMALL, 8, "t3", address_map=ring_reduce_scatter(4)),

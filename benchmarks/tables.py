@@ -8,15 +8,17 @@ from typing import Any
 
 from benchmarks import sweep
 from interlace.bench import report
+from interlace.documents import reading
 from interlace.errors import ArgumentError
 
 
 def render(files: Sequence[Path]) -> str:
     """Return all results of files of ``interlace bench``, a sweep's or others', as one table."""
     documents = [report.read_document(file) for file in files]
-    results = [result for document in documents for result in document["results"]]
-    are_sweeps = bool(results) and all("model" in result for result in results)
-    return sweep.markdown(documents) if are_sweeps else markdown(documents)
+    with reading(files, "JSON files that interlace bench wrote"):
+        results = [result for document in documents for result in document["results"]]
+        are_sweeps = bool(results) and all("model" in result for result in results)
+        return sweep.markdown(documents) if are_sweeps else markdown(documents)
 
 
 def markdown(documents: Iterable[Mapping[str, Any]]) -> str:

@@ -91,9 +91,21 @@ MUTANTS = [
     ),
     Mutant(
         "interlace/cli/trace.py",
-        "(int(size) or name in case.may_be_zero)",
-        "(int(size) or True)",
+        "(size == 0 and name in case.may_be_zero)",
+        "size == 0",
         "cli/test_trace.py::test_what_it_refuses",
+    ),
+    Mutant(
+        "interlace_sim/t3/memory.py",
+        "most = min(SEGMENT_BYTES, self._capacity * self._column_bytes)",
+        "most = SEGMENT_BYTES",
+        "sim/t3/test_t3.py::test_no_access_is_larger_than_the_queue",
+    ),
+    Mutant(
+        "interlace/compile/choice.py",
+        "        (str(symbol), str(number))",
+        "        (str(symbol), str(symbol))",
+        "compile/test_models.py::test_inductor_caches_by_the_rows_that_decide",
     ),
     Mutant(
         "interlace/cli/outputs.py",

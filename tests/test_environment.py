@@ -50,7 +50,7 @@ def test_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert environment.whole_number(VARIABLE, 4, least=12) == 12
     with pytest.raises(ArgumentError, match="must be a whole number of at least 13; got '12'"):
         environment.whole_number(VARIABLE, 4, least=13)
-    for text in ("1.5", "-1", "few", "²"):
+    for text in ("1.5", "-1", "few", "²", "9" * 5000):
         monkeypatch.setenv(VARIABLE, text)
         with pytest.raises(ArgumentError, match=f"must be a whole number; got '{text}'"):
             environment.whole_number(VARIABLE, 4)
@@ -61,7 +61,7 @@ def test_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     for text, count in (("0", 0), ("4096", 4096), ("512M", 512 << 20), ("3GiB", 3 << 30)):
         monkeypatch.setenv(VARIABLE, text)
         assert environment.byte_count(VARIABLE) == count
-    for text in ("1.5G", "512MB", "M", "-1", "few"):
+    for text in ("1.5G", "512MB", "M", "-1", "few", "9" * 5000):
         monkeypatch.setenv(VARIABLE, text)
         with pytest.raises(ArgumentError, match=f"must be a number of bytes, .*; got '{text}'"):
             environment.byte_count(VARIABLE)

@@ -184,6 +184,8 @@ def test_nothing_remembered_follows_from_an_earlier_profile(
     ("text", "mode", "reason"),
     [
         ("{", 0o600, "a machine profile must be JSON with all its fields"),
+        ("[" * 100_000, 0o600, "a machine profile must be JSON with all its fields"),
+        ("\udcff", 0o600, "'utf-8' codec can't decode"),
         (json.dumps(dataclasses.asdict(SLOW)), 0o666, "others than this user may write to it"),
     ],
 )
@@ -191,7 +193,7 @@ def test_nothing_remembered_follows_from_an_earlier_profile(
 def test_a_profile_that_cannot_be_trusted(text: str, mode: int, reason: str) -> None:
     file = known_profiles.own_file("NVIDIA H200")
     file.parent.mkdir(mode=0o700)
-    file.write_text(text)
+    file.write_bytes(text.encode("utf-8", "surrogateescape"))
     os.chmod(file, mode)
     with pytest.warns(RuntimeWarning, match=f"is ignored: {reason}"):
         profile = profile_of("NVIDIA H200")

@@ -120,7 +120,8 @@ def _show(console: Console, document: dict[str, Any]) -> None:
             f"ranks {', '.join(map(str, members))} share memory on node {node}"
             for node, members in parts.items()
         )
-        + ". What one node has for another leaves in slices, while the kernel still computes."
+        + ". What one node has for another leaves in slices, while the kernel still computes.",
+        markup=True,
     )
     on_cpu = document["backend"] == "cpu"
     columns = ("sent to other nodes", "predicted") if on_cpu else ("in slices, ms", "pair, ms")

@@ -80,7 +80,8 @@ def run(
         f"{demo_script.count(world_size, 'rank')}:\n"
         f"y \\[{tokens}, N] = sum over ranks of x \\[{tokens}, K/R] @ w \\[N, K/R].T, bfloat16, "
         "in one kernel "
-        f"({'Triton interpreter on the CPU' if backend == 'cpu' else 'CUDA'})."
+        f"({'Triton interpreter on the CPU' if backend == 'cpu' else 'CUDA'}).",
+        markup=True,
     )
     reports = run_ranks(
         console,

@@ -52,7 +52,8 @@ def run(console: Console, world_size: int, backend: str) -> dict[str, Any]:
     console.print(
         f"\n[bold]A mapped output[/bold]: plain torch.mm, {shape[0]} x {columns} x {inner}, whose "
         "output is the memory of the rank "
-        f"that each row is for. {size} reached the other ranks by its ordinary stores."
+        f"that each row is for. {size} reached the other ranks by its ordinary stores.",
+        markup=True,
     )
     if backend == "cuda":  # times of the interpreter would mislead
         times = {

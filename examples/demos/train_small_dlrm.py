@@ -106,7 +106,8 @@ def _show(console: Console, report: dict[str, Any]) -> None:
         f"{sizes['rows']} rows and {sizes['width']} "
         f"columns, shared out over the ranks, are pooled for a batch of {sizes['batch']} and sent "
         "in one kernel; gradients go "
-        f"back and update the tables in another."
+        f"back and update the tables in another.",
+        markup=True,
     )
     console.print(
         f"Loss of {sizes['steps']} steps: {report['loss'][0]:.4f} -> {report['loss'][1]:.4f} "

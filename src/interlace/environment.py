@@ -62,7 +62,8 @@ def whole_number(variable: str, default: int | None = None, *, least: int = 0) -
     text = os.environ.get(variable, "")
     if not text and default is not None:
         return default
-    if not text.isdecimal() or int(text) < least:
+    # Python refuses to read numbers of thousands of digits.
+    if not text.isdecimal() or len(text) > 18 or int(text) < least:
         rule = f"a whole number of at least {least}" if least else "a whole number"
         raise ArgumentError(
             f"{variable} must be {rule}; got {text!r}. Unset it, or leave it to the launcher."
@@ -88,7 +89,7 @@ def byte_count(variable: str, default: str = "") -> int | None:
     text = os.environ.get(variable, default)
     if not text:
         return None
-    match = re.fullmatch(r"(\d+)(?:([KMGT])(?:iB)?)?", text)
+    match = re.fullmatch(r"(\d{1,18})(?:([KMGT])(?:iB)?)?", text)
     if match is None:
         raise ArgumentError(
             f"{variable} must be a number of bytes, such as 536870912 or 512M; got {text!r}. "

@@ -17,6 +17,9 @@ MIB = 2**20
 GIB = 2**30
 TIB = 2**40
 
+MOST_COUNT = 2**30
+"""The largest size that is taken from a text: the bytes of a product of two fit into an int64."""
+
 NS_PER_US = 1_000
 NS_PER_MS = 1_000_000
 NS_PER_S = 1_000_000_000
@@ -66,6 +69,19 @@ def format_ns(nanoseconds: float) -> str:
         if abs(nanoseconds) >= size:
             return f"{format_number(nanoseconds / size)} {name}"
     return f"{nanoseconds:.0f} ns"
+
+
+def shortened(text: str) -> str:
+    """Return a text in quotation marks for a message, without what is behind 60 letters."""
+    return repr(text if len(text) <= 60 else text[:57] + "...")
+
+
+def parse_count(text: str) -> int | None:
+    """Return the number of things that a text is; None if it is no whole number up to 2^30."""
+    # The longest texts are numbers that Python refuses to read.
+    if not text.strip().isdecimal() or len(text) > 20 or int(text) > MOST_COUNT:
+        return None
+    return int(text)
 
 
 def ceil_div(a: int, b: int) -> int:

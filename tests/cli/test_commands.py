@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -75,7 +76,8 @@ def test_what_is_piped_is_not_folded(
 ) -> None:
     """A file and a pipe have no width: names, headings, titles and captions stay in one piece."""
     monkeypatch.delenv("COLUMNS", raising=False)
-    file = tmp_path / f"{'a-long-name-' * 12}.json"
+    # Nothing in brackets or between colons is markup.
+    file = tmp_path / f"{'a-long-name-' * 12}[red]:x:.json"
     done = run("sim", "run", "all_to_all", "--size", "1MiB", "--json", file)
     lines = done.output.splitlines()
     assert done.exit_code == 0
@@ -191,6 +193,28 @@ def test_module_runs() -> None:
         [sys.executable, "-m", "interlace", "--version"], check=True, capture_output=True, text=True
     )
     assert done.stdout == f"interlace {interlace.__version__}\n"
+
+
+def test_a_full_disk_behind_a_pipe_is_one_line() -> None:
+    words = [sys.executable, "-m", "interlace", "sim", "presets"]
+    with open("/dev/full", "w", encoding="ascii") as full:
+        done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True)
+    message = "Error: nothing more can be written; no space is left on the disk.\n"
+    assert (done.returncode, done.stderr) == (1, message)
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-"])
+def test_a_terminal_without_a_width_and_streams_that_are_closed(
+    closed: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "out.json"
+    words = f"{sys.executable} -m interlace sim run all_to_all --nodes 2 --json {file} {closed}"
+    done = subprocess.run(
+        ["sh", "-c", words], env=os.environ | {"COLUMNS": "0"}, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"Written: {file}" in done.stdout or closed == ">&-"
+    assert json.loads(file.read_text(encoding="utf-8"))["results"]
 
 
 def test_doctor(tmp_path: Path) -> None:

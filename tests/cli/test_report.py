@@ -6,6 +6,7 @@ import functools
 import io
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -229,6 +230,21 @@ def test_not_a_result_file(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["bench", "table", str(tmp_path / "x.json")])
     assert done.exit_code == 1
     assert "it lacks machine and results" in done.output
+
+
+def test_results_that_lack_something_are_no_table(tmp_path: Path) -> None:
+    file = tmp_path / "bench.json"
+    for changed in (
+        {"machine": 1, "results": []},
+        {"machine": {}, "results": [result() | {"times": {"fused": None}}]},
+        {"machine": {}, "results": [result() | {"floor_us": math.nan}]},
+    ):
+        file.write_text(json.dumps(changed))
+        done = CliRunner().invoke(app, ["bench", "table", str(file)])
+        assert done.exit_code == 1
+        assert re.search(f"{file} must be .* that interlace bench wrote; ", done.output), (
+            done.output
+        )
 
 
 def test_entry_is_unfused_only_where_what_it_runs_is_faster() -> None:

@@ -51,13 +51,18 @@ def test_a_trace_of_two_ranks(tmp_path: Path, quick_launches: None) -> None:
         (["gemm_reduce_scatter", "--impl", "fast"], "--impl must be one of fused"),
         (
             ["gemm_reduce_scatter", "8x8x8x8"],
-            "SHAPE must be whole numbers above 0 for rows x columns",
+            "SHAPE must be whole numbers from 1 to 2^30 for rows x columns",
         ),
         (["gemm_reduce_scatter", "8xk"], "SHAPE must be whole numbers"),
-        (["gemm_reduce_scatter", "0x8192x2048", "--gpu", "h200"], "must be whole numbers above 0"),
-        (["gemv_all_reduce", "0x0x64"], "must be whole numbers above 0 for rows x columns x"),
-        (["mixture_of_experts", "7x-2"], "must be whole numbers above 0"),
-        (["gemm_reduce_scatter", "²x8x8"], "must be whole numbers above 0"),
+        (["gemm_reduce_scatter", "0x8192x2048", "--gpu", "h200"], "whole numbers from 1 to 2^30"),
+        (["gemv_all_reduce", "0x0x64"], "whole numbers from 1 to 2^30 for rows x columns x"),
+        (["mixture_of_experts", "7x-2"], "must be whole numbers from 1 to 2^30"),
+        (["gemm_reduce_scatter", "²x8x8"], "must be whole numbers from 1 to 2^30"),
+        (["gemm_reduce_scatter", "9" * 5000], "must be whole numbers from 1 to 2^30"),
+        (
+            ["gemm_reduce_scatter", 1 << 30, "--gpu", "h200"],
+            "at most 262144 tiles on all",
+        ),
         # The shape of the command's own help.
         (["gemm_reduce_scatter", "8192x8192x2048"], "Make it smaller, or say --gpu h200"),
         (["gemm_reduce_scatter", "--calls", 1000], "on the CPU backend, whose kernels run in an"),
@@ -116,6 +121,11 @@ def test_simulated_ranks_begin_together(tmp_path: Path) -> None:
         ("[]", "must be a document with traceEvents"),
         ('{"traceEvents": []}', "must have something to show"),
         ("trace", "must be a trace that `interlace trace` has written"),
+        ('{"traceEvents": [{"ph": "M"}]}', "trace` has written; KeyError: 'pid'"),
+        ('{"traceEvents": [1]}', "trace` has written; TypeError: 'int' object is not"),
+        ('{"traceEvents": [NaN]}', "trace` has written; NaN is not a number of JSON"),
+        ('{"traceEvents": [1e999]}', "trace` has written; 1e999 is not a number of JSON"),
+        ("[" * 100_000, "trace` has written; maximum recursion depth exceeded"),
     ],
 )
 def test_what_is_no_trace_is_not_drawn(tmp_path: Path, text: str, message: str) -> None:

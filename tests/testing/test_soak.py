@@ -251,6 +251,21 @@ def test_soaks_are_added_up(tmp_path):
     )
 
 
+def test_what_lacks_something_is_not_added_up(tmp_path):
+    file = _document(tmp_path / "a.json")
+    document = json.loads(file.read_text(encoding="utf-8"))
+    for changed in (
+        {name: value for name, value in document.items() if name != "date"},
+        document | {"results": [1]},
+        document | {"results": [document["results"][0] | {"calls": "7"}]},
+        document | {"machine": 1},
+    ):
+        file.write_text(json.dumps(changed), encoding="utf-8")
+        done = _soak("--add", file)
+        assert done.exit_code == 1
+        assert f"{file} must be JSON files that interlace soak wrote; " in done.stderr
+
+
 def test_a_failure_says_how_to_repeat_it(tmp_path):
     failure = {"rank": 1, "call": 7003, "kind": "wrong", "what": "some call: 2 wrong elements"}
     file = _document(

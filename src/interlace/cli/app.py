@@ -5,6 +5,7 @@ Each command's module is imported when it runs, and torch with it.
 
 from __future__ import annotations
 
+import errno
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,7 +19,7 @@ from interlace.cli.console import print_error
 from interlace.cli.operator_commands import OperatorCommands
 from interlace.cli.options import Backend, Dtype, JsonFile, Nodes, PlotFile, Ranks
 from interlace.cli.outputs import Outputs
-from interlace.errors import ArgumentError, InterlaceError
+from interlace.errors import ArgumentError, BackendError, InterlaceError
 from interlace.extras import needing
 
 ENTRY_POINTS = "interlace.commands"
@@ -52,6 +53,12 @@ class _Commands(TyperGroup):
             if is_debugging:
                 raise
             print_error(error)
+            raise typer.Exit(1) from None
+        except OSError as error:
+            # What a command prints may go to a disk that is full.
+            if is_debugging or error.errno != errno.ENOSPC:
+                raise
+            print_error(BackendError("nothing more can be written; no space is left on the disk."))
             raise typer.Exit(1) from None
 
 
@@ -294,7 +301,7 @@ def picture(
     rows: Annotated[
         int, typer.Option(min=1, help="Programs of each rank; of more, some are drawn.")
     ] = 12,
-    width: Annotated[float, typer.Option(min=4, help="Inches.")] = 12,
+    width: Annotated[float, typer.Option(min=4, max=200, help="Inches.")] = 12,
 ) -> None:
     """Draw a trace: what programs, copies and links do, and who waits for whom."""
     from interlace.cli.trace import run_picture

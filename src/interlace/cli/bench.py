@@ -20,6 +20,7 @@ from interlace.cli.console import make_console, run_ranks
 from interlace.cli.options import MOST_RANKS, Run
 from interlace.cli.ranks import measure_shapes
 from interlace.errors import ArgumentError, BackendError
+from interlace.units import parse_count, shortened
 
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -101,12 +102,10 @@ def parse_sizes(text: str, meaning: str, example: str) -> tuple[int, ...]:
     Raises:
         ArgumentError: ``text`` has other than so many positive numbers.
     """
-    parts = text.lower().split("x")
-    if len(parts) != len(example.split("x")) or not all(
-        part.isdecimal() and int(part) for part in parts
-    ):
-        raise ArgumentError(f"a shape must be {meaning}; got {text!r}. Say {example}.")
-    return tuple(map(int, parts))
+    sizes = [parse_count(part) for part in text.lower().split("x")]
+    if len(sizes) != len(example.split("x")) or not all(sizes):
+        raise ArgumentError(f"a shape must be {meaning}; got {shortened(text)}. Say {example}.")
+    return tuple(size for size in sizes if size)
 
 
 def parse_product(text: str) -> tuple[int, ...]:

@@ -55,9 +55,11 @@ class _Unbounded(Console):
 def make_console(*, is_quiet: bool = False) -> Console:
     """Return a console that prints on the first rank only, or, if ``is_quiet``, nothing.
 
-    Nothing is folded in a file or a pipe, unless COLUMNS says how wide it is.
+    Nothing is folded in a file or a pipe, unless COLUMNS says how wide it is. Brackets and colons
+    are printed as they are: texts have names of files, machines and models in them.
     """
-    options: dict[str, Any] = {"quiet": is_quiet or not is_first_rank(), "highlight": False}
+    options: dict[str, Any] = {"quiet": is_quiet or not is_first_rank()}
+    options |= {"highlight": False, "markup": False, "emoji": False}
     if sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdigit():
         return Console(**options)
     return _Unbounded(width=_UNBOUNDED_COLUMNS, **options)

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from interlace.cli.console import make_console
 from interlace.cli.options import MOST_RANKS
@@ -90,10 +90,10 @@ def print_rows(console: Console, rows: list[Row], *, verdicts: int = 0) -> None:
         table.add_column(heading, overflow="fold")
     for row in rows:
         table.add_row(
-            escape(row.check),
-            f"[{_COLOURS[row.status]}]{row.status}[/]",
-            escape(row.meaning),
-            escape(row.action),
+            row.check,
+            Text(row.status, _COLOURS[row.status]),
+            row.meaning,
+            row.action,
             end_section=bool(verdicts) and row is rows[-1 - verdicts],
         )
     console.print(table)

@@ -17,7 +17,7 @@ from interlace.cli.outputs import Outputs
 from interlace.clients import CLIENTS, Client, is_on
 from interlace.environment import LIMIT_VARIABLE, byte_count
 from interlace.errors import ArgumentError, did_you_mean
-from interlace.units import format_memory
+from interlace.units import MOST_COUNT, format_memory, shortened
 
 
 def run(name: str, model: str, tokens: int, ranks: int, gpu: str, outputs: Outputs) -> int:
@@ -149,8 +149,8 @@ def check_memory(client: Client, model: str, tokens: int, ranks: int, gpu: str) 
     Raises:
         ArgumentError: There is no such model or GPU, or it is no transformer.
     """
-    if tokens < 1:
-        raise ArgumentError(f"--tokens must be a positive number; got {tokens}.")
+    if not 1 <= tokens <= MOST_COUNT:
+        raise ArgumentError(f"--tokens must be from 1 to 2^30; got {shortened(str(tokens))}.")
     memory = memory_of(client, model, tokens, ranks, gpu, torch.bfloat16)
     limit = byte_count(LIMIT_VARIABLE, client.limit)
     first, last = (

@@ -30,7 +30,7 @@ from interlace.operators.mixture_of_experts.config import untuned_config
 from interlace.operators.mixture_of_experts.layout import ExpertSizes
 from interlace.registry import operator_named
 from interlace.tuning.gpu import Gpu
-from interlace.units import ceil_div, format_count, format_number
+from interlace.units import ceil_div, format_count, format_number, parse_count, shortened
 
 _SUM, _NORMED = "gemm_all_reduce", "gemm_all_reduce_norm"
 _NORM_RANKS, _NORM_GPU = 2, "NVIDIA H200"
@@ -124,9 +124,12 @@ def run_explain_model(
     described, device = find_model(model), gpu_named(gpu)
     bench.require_dtype(dtype)
     kind: torch.dtype = getattr(torch, dtype)
-    numbers = [int(part) if part.strip().isdecimal() else 0 for part in tokens.split(",")]
-    if not all(numbers):
-        raise ArgumentError(f"--tokens must be positive whole numbers, 1,8,4096; got {tokens!r}.")
+    parts = [parse_count(part) for part in tokens.split(",")]
+    numbers = [number for number in parts if number]
+    if len(numbers) < len(parts):
+        raise ArgumentError(
+            f"--tokens must be whole numbers from 1 to 2^30, 1,8,4096; got {shortened(tokens)}."
+        )
     if isinstance(described, EmbeddingModel):
         if sequence_parallel:
             raise ArgumentError("--sequence-parallel must be of a transformer; got tables.")

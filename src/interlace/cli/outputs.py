@@ -172,15 +172,19 @@ def _obstacle(file: Path) -> OSError | None:
     """
     # Asking the file system instead of opening the file leaves no empty file behind if the command
     # then fails.
-    folder = file.absolute().parent
-    if not folder.exists():
-        code = errno.ENOENT
-    elif not folder.is_dir():
-        code = errno.ENOTDIR
-    elif file.is_dir():
-        code = errno.EISDIR
-    elif not os.access(file if file.exists() else folder, os.W_OK):
-        code = errno.EACCES
-    else:
-        return None
+    try:
+        folder = file.absolute().parent
+        if not folder.exists():
+            code = errno.ENOENT
+        elif not folder.is_dir():
+            code = errno.ENOTDIR
+        elif file.is_dir():
+            code = errno.EISDIR
+        elif not os.access(file if file.exists() else folder, os.W_OK):
+            code = errno.EACCES
+        else:
+            return None
+    # A name may be too long to ask about, and the current folder may be gone.
+    except OSError as error:
+        return error
     return OSError(code, os.strerror(code), str(file))

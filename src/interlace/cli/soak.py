@@ -19,6 +19,7 @@ from interlace.bench.report import machine_line, read_document
 from interlace.cli.console import command_line, make_console, run_ranks
 from interlace.cli.options import MOST_RANKS
 from interlace.cli.outputs import Outputs
+from interlace.documents import reading
 from interlace.errors import ArgumentError
 
 _SECONDS = 60.0
@@ -105,6 +106,11 @@ def run_add(files: Sequence[Path], outputs: Outputs) -> int:
             would count twice.
     """
     documents = [read_document(file) for file in files]
+    with reading(files, "JSON files that interlace soak wrote"):
+        return _add(files, documents, outputs)
+
+
+def _add(files: Sequence[Path], documents: Sequence[dict[str, Any]], outputs: Outputs) -> int:
     results: list[dict[str, Any]] = []
     for file, document in zip(files, documents, strict=True):
         if document["machine"].get("gpus") != documents[0]["machine"].get("gpus"):

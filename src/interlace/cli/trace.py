@@ -17,13 +17,13 @@ from interlace.cli.outputs import Outputs
 from interlace.cli.ranks import trace_calls
 from interlace.cli.trace_simulated import comparison, simulate
 from interlace.costs.known_profiles import profile_of
-from interlace.documents import read_json
+from interlace.documents import read_json, reading
 from interlace.errors import ArgumentError
 from interlace.testing.cases import IMPLEMENTATIONS, Case, every_case
 from interlace.tracing import simulated_document
 from interlace.tracing.picture import draw_trace
 from interlace.tuning.gpu import Gpu
-from interlace.units import format_ns
+from interlace.units import format_ns, parse_count, shortened
 
 _MODEL = "h200"
 """The GPU that is simulated beside the CPU backend."""
@@ -142,8 +142,10 @@ def run_picture(file: Path, rows: int, width: float, outputs: Outputs) -> None:
     Raises:
         ArgumentError: The file holds no trace of ``interlace trace``.
     """
-    document = read_json(file, "a trace that `interlace trace` has written")
-    outputs.write_plot(lambda plot: draw_trace(document, plot, rows=rows, width=width))
+    meaning = "a trace that `interlace trace` has written"
+    document = read_json(file, meaning)
+    with reading([file], meaning):
+        outputs.write_plot(lambda plot: draw_trace(document, plot, rows=rows, width=width))
     outputs.say_written(make_console())
 
 
@@ -170,14 +172,14 @@ def case_of(request: Request, ranks: int) -> Case:
     case = dataclasses.replace(cases[0], backward=False, dtype=request.dtype or cases[0].dtype)
     if not shape:
         return case
-    names, sizes = case.size_names, shape.lower().split("x")
+    names, sizes = case.size_names, [parse_count(size) for size in shape.lower().split("x")]
     if len(sizes) > len(names) or not all(
-        size.isdecimal() and (int(size) or name in case.may_be_zero)
+        size or (size == 0 and name in case.may_be_zero)
         for name, size in zip(names, sizes, strict=False)
     ):
         raise ArgumentError(
-            f"SHAPE must be whole numbers above 0 for {' x '.join(names)}, or the first of them; "
-            f"got {shape!r}."
+            f"SHAPE must be whole numbers from 1 to 2^30 for {' x '.join(names)}, or the first of "
+            f"them; got {shortened(shape)}."
         )
-    fields: dict[str, Any] = dict(zip(names, map(int, sizes), strict=False))
+    fields: dict[str, Any] = dict(zip(names, sizes, strict=False))
     return dataclasses.replace(case, **fields)

@@ -21,7 +21,7 @@ from interlace.cache_folder import cache_folder, is_own, write_whole
 from interlace.costs.datasheets import DATASHEETS, Datasheet
 from interlace.costs.network import parse_network
 from interlace.costs.time import Corrections, MachineProfile, ProductRates
-from interlace.documents import to_json
+from interlace.documents import DAMAGE, to_json
 from interlace.errors import ConfigError
 
 T = TypeVar("T")
@@ -209,7 +209,7 @@ def own_profile(gpu: str) -> MachineProfile | None:
         return parse_profile(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-    except (OSError, ConfigError) as error:
+    except (OSError, UnicodeError, ConfigError) as error:
         warnings.warn(f"interlace: {file} is ignored: {error}", RuntimeWarning, stacklevel=2)
         return None
 
@@ -238,7 +238,7 @@ def own_gpus() -> list[str]:
     for file in sorted(cache_folder("profiles").glob("*.json")):
         try:
             names.append(parse_profile(file.read_text(encoding="utf-8")).gpu)
-        except (OSError, ConfigError):
+        except (OSError, UnicodeError, ConfigError):
             continue  # own_profile says what is wrong with it, to those who need it
     return [name for name in names if own_profile(name) is not None]
 
@@ -270,7 +270,7 @@ def parse_profile(text: str) -> MachineProfile:
         return MachineProfile(**values | parsed)
     except ConfigError:
         raise
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except DAMAGE as error:
         raise ConfigError(
             f"a machine profile must be JSON with all its fields; {error}."
         ) from error

@@ -6,6 +6,7 @@ here imports torch, and no file of a model is executed.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.resources
 import json
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 
 from interlace.documents import read_json
 from interlace.errors import ArgumentError, ConfigError, did_you_mean
+from interlace.units import parse_count, shortened
 
 
 class LayerProduct(NamedTuple):
@@ -149,8 +151,10 @@ def find_model(text: str) -> Model | EmbeddingModel:
     if "=" in text:
         return _listed(text)
     path = Path(text)
-    if (path / "config.json").is_file():
-        path /= "config.json"
+    # Of a name that is too long for a file, no file system can be asked.
+    with contextlib.suppress(OSError):
+        if (path / "config.json").is_file():
+            path /= "config.json"
     if path.suffix == ".json":
         return _configured(path)
     known = explained_models()
@@ -166,7 +170,7 @@ def find_model(text: str) -> Model | EmbeddingModel:
         "hidden=4096,heads=32,kv_heads=8,inner=14336,layers=32 or tables=26,width=128,lookups=1."
     )
     raise ArgumentError(
-        f"--model must be one of {', '.join(matching or known)}; got {text!r}.{hint}"
+        f"--model must be one of {', '.join(matching or known)}; got {shortened(text)}.{hint}"
     )
 
 
@@ -206,6 +210,9 @@ _OTHER_STRUCTURES = (
 differ.
 """
 
+_MOST = 2**20
+"""The largest size of a model: with more, a weight has more bytes than an int64 counts."""
+
 _OPTIONAL = ("kv_heads", "head_dim", "experts", "top_k", "lookups")
 
 
@@ -222,7 +229,7 @@ def _listed(text: str) -> Model | EmbeddingModel:
                 f"--model: a size must be one of {', '.join(keys.values())}; got {key!r}."
                 f"{did_you_mean(key, keys.values())}"
             )
-    numbers = {key: int(text) if text.isdecimal() else text for key, text in values.items()}
+    numbers = {key: parse_count(text) or text for key, text in values.items()}
     return _built(kind, text, "--model", keys, numbers)
 
 
@@ -289,9 +296,11 @@ def _built(
         is_optional = size in _OPTIONAL and not (size == "top_k" and "experts" in sizes)
         if value is None and is_optional:
             continue
-        if type(value) is not int or value < 1:
-            got = "none" if value is None else repr(value)
-            raise ConfigError(f"{subject}: {key} must be a positive whole number; got {got}.")
+        if type(value) is not int or not 1 <= value <= _MOST:
+            got = "none" if value is None else repr(value)[:60]
+            raise ConfigError(
+                f"{subject}: {key} must be a whole number from 1 to {_MOST}; got {got}."
+            )
         sizes[size] = value
     if kind is Model:
         sizes.setdefault("kv_heads", sizes["heads"])

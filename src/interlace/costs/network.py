@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from interlace.costs.registry import NetworkCost
+from interlace.documents import read_json
 from interlace.errors import ConfigError
 
 Times = Sequence[tuple[int, float]]
@@ -414,10 +415,7 @@ def read_network(file: Path) -> NetworkRates:
     Raises:
         ConfigError: it cannot be read, or holds no network.
     """
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{file} must be a JSON file with a network; {error}.") from error
+    values = read_json(file, "a JSON file with a network")
     if isinstance(values, dict) and "compositions" in values:
         values = values.get("network")
     if not isinstance(values, dict):

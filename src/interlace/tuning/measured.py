@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from interlace.cache_folder import is_own, write_whole
-from interlace.documents import to_json
+from interlace.documents import DAMAGE, to_json
 
 MOST_FILES = 4096
 """Kinds of calls that are remembered; a file has some hundred bytes."""
@@ -55,7 +55,7 @@ class MeasuredTimes:
             raise ValueError("it is of another kind of call")
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        except (OSError, *DAMAGE) as error:
             self._warn(f"{file} is ignored: {error!r}")
             return None
 

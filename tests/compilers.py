@@ -26,6 +26,8 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from interlace.comm.launching.kernels import COMPILED_WITH
+
 TARGETS = {"sm_90": ("cuda", 90, 32), "sm_100": ("cuda", 100, 32), "gfx942": ("hip", "gfx942", 64)}
 THOROUGH = "sm_90"
 """The target for which every case is compiled; for the others, each kernel's first."""
@@ -146,7 +148,8 @@ class Task:
 
     @property
     def options(self) -> dict[str, int]:
-        options = {"num_warps": self.constants.get("num_warps", 4), "num_stages": 3}
+        warps = self.constants.get("num_warps", 4)
+        options = {"num_warps": warps, "num_stages": 3, **COMPILED_WITH}
         if "maxnreg" in self.constants:
             options["maxnreg"] = self.constants["maxnreg"]
         return options

@@ -677,6 +677,13 @@ MUTANTS = [
     ),
     Mutant(
         "interlace/comm/launching/kernels.py",
+        'COMPILED_WITH = {"enable_fp_fusion": True}',
+        "COMPILED_WITH: dict[str, bool] = {}",
+        "comm/test_launches.py::"
+        "test_products_are_added_without_a_rounding_whatever_tritons_default_is",
+    ),
+    Mutant(
+        "interlace/comm/launching/kernels.py",
         "        if value == 1:\n",
         "        if value == 0:\n",
         "comm/test_launches.py::test_what_a_kernel_is_compiled_for",

@@ -17,17 +17,22 @@ class _Kernel:
     def __init__(self, *arg_names: str, interpreted: bool = False) -> None:
         self.arg_names = [*arg_names]
         self.compiled, self.launched = 0, []  # type: ignore[var-annotated]
+        self.options: list[dict[str, Any]] = []
         self._interpreted = interpreted
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         def call(*arguments: Any, **options: Any) -> Any:
             self.compiled += 1
+            self.options.append(options)
             return None if self._interpreted else self
 
         def launch(*arguments: Any) -> None:
             self.launched.append((grid, arguments))
 
         return call if len(grid) == 1 else launch
+
+    def warmup(self, *arguments: Any, grid: tuple[int, ...], **options: Any) -> Any:
+        return self[grid](*arguments, **options)
 
 
 @pytest.fixture(autouse=True)
@@ -42,6 +47,15 @@ def test_constants_follow_the_arguments_in_the_kernels_order() -> None:
     launch()
     assert kernel.compiled == 1
     assert kernel.launched == [((3, 1, 1), (None, 5, 6, 7))]
+
+
+def test_products_are_added_without_a_rounding_whatever_tritons_default_is() -> None:
+    """Triton 3.9 warns at each kernel that does not say so, and 3.10 will do otherwise."""
+    kernel = _Kernel("x")
+    launch = Launch(kernel, (3,), {"x": None}, {"num_warps": 4})
+    launch()
+    launch.compile()
+    assert kernel.options == [{"num_warps": 4, "enable_fp_fusion": True}] * 2
 
 
 ADDRESS = 1 << 40

@@ -34,6 +34,10 @@ _SOLO_STRIDE = 1 << 20  # stride between ranks in a group of one, which has no s
 _MAX_COMPILED = 4096  # calls whose compiled kernel is remembered
 _MOST_COMPILING = 8  # kernels at a time: the part in Python is by turns
 _KNOWN_TO_TRITON = 16
+COMPILED_WITH = {"enable_fp_fusion": True}
+"""Options of every kernel: products are added without a rounding between, as by default up to
+Triton 3.9, which warns that others will have another default.
+"""
 _MIN_INT64 = 1 << 31  # Triton passes integers from here on, addresses among them, as 64 bits
 
 
@@ -86,7 +90,7 @@ class Launch:
             return
         try:
             with _shortcuts(), kernel_folder.ours():
-                compiled = self.kernel[self.grid](*values, **self.constants)
+                compiled = self.kernel[self.grid](*values, **self.constants, **COMPILED_WITH)
         except Exception:
             # A kernel that did not compile does not run, so it is not counted. A kernel that fails
             # in the interpreter has run in part.
@@ -129,7 +133,7 @@ class Launch:
         """Return Triton's compiled kernel, without running it."""
         values = _in_order(self.kernel, self.arguments, self.constants)
         with kernel_folder.ours():
-            return self.kernel.warmup(*values, grid=self.grid, **self.constants)
+            return self.kernel.warmup(*values, grid=self.grid, **self.constants, **COMPILED_WITH)
 
 
 def compile_ahead(launches: Iterable[Launch], device: torch.device) -> Callable[[], None]:

@@ -333,7 +333,9 @@ def test_what_is_declared_invariant() -> None:
 
 @pytest.mark.parametrize("name", ["gemm_reduce_scatter", "all_gather_gemm", "gemm_all_to_all"])
 def test_a_rank_alone_takes_the_librarys_product(name: str) -> None:
-    """Within the mode, which has no library's product, it takes the kernel for few rows."""
+    """Within the mode, which has no library's product, it takes the kernel for few rows, unless the
+    result is too large for ``pushed``.
+    """
     operator = operators()[name]
     h200 = Gpu("NVIDIA H200", 132, 232448)
     sizes = {"columns": 8192, "inner": 7168, "dtype": torch.bfloat16}
@@ -342,4 +344,5 @@ def test_a_rank_alone_takes_the_librarys_product(name: str) -> None:
         assert choice.impl == "unfused"
         invariant = [each.name for each in invariant_implementations(operator)]
         first = next(impl for impl in choice.candidates if impl in invariant)
-        assert first == ("fused" if rows == 4096 else "pushed")
+        is_refused = rows == 4096 and name != "all_gather_gemm"
+        assert first == ("fused" if is_refused else "pushed")

@@ -167,9 +167,12 @@ def choose_on(
     choice = fastest(operator, profile, times_us, lambda _: config)
     if world_size > 1:
         return choice
-    # What was measured has peers. Calls that cannot run the default take the others in this order.
+    # What was measured has peers. Calls that cannot run the default take the others in this order:
+    # the product for which ``pushed`` has a kernel is then all that runs.
+    order = sorted(choice.times_us, key=lambda name: name != "pushed")
+    times_us = {name: choice.times_us[name] for name in order}
     reason = "a rank alone has nothing to exchange"
-    return dataclasses.replace(choice, impl=default, reason=reason, faster=())
+    return dataclasses.replace(choice, impl=default, reason=reason, faster=(), times_us=times_us)
 
 
 def predicted_times(

@@ -80,8 +80,9 @@ def reach(data, place, ctx, peer, PRIMITIVE: tl.constexpr):
     group = il.join(ctx)
     two = tl.arange(0, 2)
     inside = two >= 0
-    floats, flags = il.pointer(data + place, tl.float32) + two, il.pointer(data + place, tl.int32)
-    words = il.pointer(data + place, tl.int64) + two[:, None]
+    floats = il.pointer(data, tl.float32) + place // 4 + two
+    flags = il.pointer(data, tl.int32) + place // 4
+    words = il.pointer(data, tl.int64) + place // 8 + two[:, None]
     if PRIMITIVE == "put":
         il.put(floats, two.to(tl.float32), peer, group)
     elif PRIMITIVE == "get":

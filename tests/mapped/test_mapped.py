@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import time
@@ -291,6 +292,43 @@ def test_an_all_to_all_gives_views_or_fills_results(ranks: Any) -> None:
             == "fuse: an all_to_all whose calls are run_into must not be called for views. Make "
             "another."
         )
+
+
+def _wrong_results() -> list[Any]:
+    fused = functools.partial(
+        interlace.fuse, lambda out: out.fill_(1.0), shape=(4, 6), dtype=torch.float32
+    )
+    exchange, part, gather = (fused(each) for each in ("all_to_all", "reduce_scatter", "gather"))
+    whole = torch.zeros(4, 6)
+    errors = [
+        error_of(exchange.run_into, whole[:2]),
+        error_of(exchange.run_into, whole.double()),
+        error_of(exchange.run_into, torch.zeros(6, 4).mT),
+        error_of(exchange.run_into, whole.to("meta")),
+        error_of(part.run_into, whole),
+        error_of(gather.run_into, torch.zeros(2, 4, 6)),
+        error_of(fused, "scatter", root=2),
+        # In new groups, as ranks do not compare again what they have agreed on.
+        error_of(fused, "scatter", root=dist.get_rank(), group=dist.new_group()),
+        error_of(fused, ("gather", "all_reduce")[dist.get_rank()], group=dist.new_group()),
+    ]
+    part.run_into(whole[:2])
+    return [*(error[:2] for error in errors), whole[:, 0].tolist()]
+
+
+def test_results_that_do_not_fit_and_ranks_that_disagree(ranks: Any) -> None:
+    """Nothing is written but to a result that fits."""
+    for *errors, written in ranks(2).run(_wrong_results):
+        assert [kind for kind, _ in errors] == ["ArgumentError"] * 7 + ["RankMismatchError"] * 2
+        messages = [message for _, message in errors]
+        for message in messages[:4]:
+            assert message.startswith("fuse: result must be contiguous, with 24 elements of torch.")
+        assert messages[4].startswith("fuse: result must be contiguous, with 12 elements of torch.")
+        assert messages[5] == "fuse: a gather cannot be run_into. Call it."
+        assert messages[6] == "fuse: root must be a rank of the group, 0 to 1; got 2."
+        assert "root must be the same on every rank" in messages[7]
+        assert "collective must be the same on every rank" in messages[8]
+        assert written == [2.0, 2.0, 0.0, 0.0]
 
 
 def _groups() -> list[float]:

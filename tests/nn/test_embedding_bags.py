@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import interlace
-from interlace.nn import EmbeddingTable, ShardedEmbeddingBags, make_plan
+from interlace import ArgumentError
+from interlace.nn import EmbeddingTable, PooledEmbeddings, ShardedEmbeddingBags, make_plan
 from interlace.nn.input_distribution import _positions
 from tests.errors import error_of
 from tests.nn.features import SUMS, TABLES, Features, gradients_of, merged, own, weights_of
@@ -499,6 +500,7 @@ def _refused() -> list[Any]:
         error_of(ShardedEmbeddingBags, SUMS, memory_bytes=100),
         error_of(ShardedEmbeddingBags, SUMS, plan=make_plan(SUMS, 7)),
         error_of(ShardedEmbeddingBags, [EmbeddingTable("huge", 10**12, 1024)]),
+        error_of(bags.half),
         error_of(ShardedEmbeddingBags, SUMS[: 1 + rank]),
         error_of(
             bags,
@@ -509,7 +511,7 @@ def _refused() -> list[Any]:
 
 
 def test_rejected(ranks: Any) -> None:
-    kinds = ["ArgumentError"] * 12 + ["RankMismatchError"] * 2
+    kinds = ["ArgumentError"] * 13 + ["RankMismatchError"] * 2
     messages = [
         (
             "ShardedEmbeddingBags: offsets must be given unless every table has a bag_length; got "
@@ -541,6 +543,10 @@ def test_rejected(ranks: Any) -> None:
             "ShardingPlan: table 'huge' of 1000000000000 rows and 1024 columns must fit; got 2 "
             "ranks have room for "
         ),
+        (
+            "ShardedEmbeddingBags: tables must keep their dtypes, which are part of the plan; got "
+            "a conversion from torch.float32 to torch.float16. "
+        ),
         "ShardedEmbeddingBags: tables must be the same on every rank; got ",
         (
             "ShardedEmbeddingBags: samples must be the same on every rank; got 1 on rank 0, 2 on "
@@ -551,6 +557,26 @@ def test_rejected(ranks: Any) -> None:
         assert [error[0] for error in outcome] == kinds
         for error, message in zip(outcome, messages, strict=True):
             assert error[1].startswith(message), (error[1], message)
+
+
+def test_tables_of_several_widths_are_not_stacked() -> None:
+    plan = make_plan([EmbeddingTable(f"of {width}", 3, width) for width in (4, 2, 6)], 1)
+    pooled = PooledEmbeddings(torch.zeros(5, 12), plan.in_output_order(), plan)
+    with pytest.raises(ArgumentError, match=r"tables must have one width; got \[2, 4, 6\]"):
+        pooled.stacked()
+
+
+def test_parts_of_a_table_that_do_not_fit_are_not_joined() -> None:
+    """Neither those of other rows than the table's, nor states of some of the columns alone."""
+    made = [EmbeddingTable("a", 3, 4, column_shards=count) for count in (2, 1)]
+    halves, whole = (ShardedEmbeddingBags([t], gradient="rowwise_adagrad") for t in made)
+    state = halves.state_dict()
+    shorter = state | {"shards.a:2-4.weight": state["shards.a:2-4.weight"][1:]}
+    with pytest.raises(RuntimeError, match=r"size mismatch for shards\.a:0-4\.weight"):
+        whole.load_state_dict(shorter)
+    del state["shards.a:2-4.sum_of_squares"]
+    with pytest.raises(RuntimeError, match=r"Missing key.*shards\.a:0-4\.sum_of_squares"):
+        whole.load_state_dict(state)
 
 
 def test_meta_allocates_nothing() -> None:

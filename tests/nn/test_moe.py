@@ -137,6 +137,15 @@ def test_a_state_dict_without_an_expert_is_refused() -> None:
         layer.load_state_dict(state)
 
 
+def test_an_expert_of_another_size_is_named() -> None:
+    layer = MoE(HIDDEN, FFN, EXPERTS, TOP_K)
+    state = layer.state_dict()
+    state["experts.2.w_up"] = state["experts.2.w_up"][:, 1:]
+    with pytest.raises(RuntimeError, match=r"size mismatch for experts\.2\.w_up: ") as caught:
+        layer.load_state_dict(state)
+    assert "Missing" not in str(caught.value)
+
+
 def test_load_balancing_loss() -> None:
     """A worked example: of three tokens, two go to expert 0 and one to expert 1; the mean
     probabilities are 0.6 and 0.4.

@@ -262,6 +262,28 @@ def test_a_dtype_that_operators_do_not_have_is_refused_in_the_forward_pass(ranks
         ]
 
 
+def test_another_device_is_refused_in_the_forward_pass() -> None:
+    layer, x = ColumnParallelLinear(IN, 8), torch.ones(2, IN, device="meta")
+    assert error_of(layer, x)[1] == (
+        "ColumnParallelLinear: x must be on the device of the weight, cpu; got meta."
+    )
+
+
+def _assigned() -> list[tuple[bool, int]]:
+    """Of a full weight that became a layer's: whether it is right, and the bytes it has."""
+    full, found = torch.arange(32.0).view(8, 4), []
+    for kind in (ColumnParallelLinear, RowParallelLinear):
+        layer = kind(4, 8, bias=False, device="meta")
+        layer.load_state_dict({"weight": full}, assign=True)
+        same = torch.equal(layer.weight, layer.shard_of(full))
+        found.append((same, layer.weight.untyped_storage().nbytes()))
+    return found
+
+
+def test_an_assigned_state_dict_leaves_the_shard_alone_in_memory(ranks: Any) -> None:
+    assert ranks(2).run(_assigned) == [[(True, 64), (True, 64)]] * 2
+
+
 def _transformed() -> tuple[list[Any], bool]:
     """Errors of transforms that need gradients, and whether those without give what a loop does."""
     layer, x = ColumnParallelLinear(IN, 8), torch.randn(3, 2, IN)

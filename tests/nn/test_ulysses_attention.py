@@ -75,11 +75,21 @@ def _replaced() -> bool:
     return torch.allclose(layer(x), 2 * layer.out(v), atol=1e-5)
 
 
+def test_no_samples() -> None:
+    x = torch.zeros(3, 0, WIDTH, requires_grad=True)
+    y = interlace.nn.UlyssesAttention(WIDTH, HEADS)(x)
+    y.sum().backward()
+    assert y.shape == x.shape
+    assert x.grad is not None
+
+
 def test_what_is_refused() -> None:
     with pytest.raises(
         ArgumentError, match="heads must be a multiple of world_size, 1, and of kv_"
     ):
         interlace.nn.UlyssesAttention(WIDTH, HEADS, 3)
+    with pytest.raises(ArgumentError, match="heads must be at least 1; got 0"):
+        interlace.nn.UlyssesAttention(WIDTH, 0)
     layer = interlace.nn.UlyssesAttention(WIDTH, HEADS)
     assert repr(layer).startswith("UlyssesAttention(\n  heads=4, kv_heads=4, head_dim=3")
     with pytest.raises(ArgumentError, match=r"x must be \[S_s, ..., 12\]; got shape \[3, 5\]"):

@@ -20,7 +20,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import clip_grad_norm_, get_total_norm
+from torch.nn.utils import clip_grad_norm_, get_total_norm, parametrize, prune
 
 from interlace.nn import (
     ColumnParallelLinear,
@@ -268,6 +268,39 @@ def test_experts_and_tables(ranks: Any) -> None:
             assert abs(difference) < 1e-4
             assert keys == []
         assert facts == {"experts, loaded": [], "tables, loaded": []}
+
+
+class _Double(nn.Module):
+    """A parametrization."""
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return 2 * weight
+
+
+def _computed() -> dict[str, Any]:
+    """Facts about parameters that are computed from parts."""
+    up, experts, pruned = ColumnParallelLinear(4, 8), MoE(4, 4, 2, 1), ColumnParallelLinear(4, 8)
+    facts: dict[str, Any] = {}
+    parametrize.register_parametrization(up, "weight", _Double())
+    parametrize.register_parametrization(experts, "w_in", _Double())
+    prune.l1_unstructured(pruned, "weight", 0.5)
+    (up(torch.ones(2, 4)) * (1 + dist.get_rank())).sum().backward()
+    facts["norm"] = float(get_total_norm([up.parametrizations.weight.original.grad]))
+    experts.load_state_dict(experts.state_dict())
+    facts["refused"] = [error_of(unsharded_state_dict, each) for each in (up, experts, pruned)]
+    return facts
+
+
+def test_parameters_that_are_computed_from_others(ranks: Any) -> None:
+    """They are parts in gradients' norms, and refused where all ranks' shards are asked for."""
+    first, second = ranks(2).run(_computed)
+    assert first["norm"] == second["norm"] > 0
+    for facts in (first, second):
+        for (kind, message, _), name in zip(
+            facts["refused"], ("weight", "w_in", "weight"), strict=True
+        ):
+            assert kind == "ArgumentError"
+            assert f"must not be computed from others; got {name} of " in message
 
 
 def _refused() -> list[Any]:

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from interlace.comm import group_of
 from interlace.comm.groups.symmetric import require_dtype, sizes_of
 from interlace.comm.runtime.dlpack import bytes_at, view_as
 from interlace.errors import ArgumentError
@@ -98,8 +99,21 @@ class Fused:
         """Run an all_to_all or a sum into ``result``, contiguous, which no later call changes.
 
         Raises:
-            ArgumentError: An all_to_all was called for a view before.
+            ArgumentError: An all_to_all was called for a view before, the collective has a root, or
+                ``result`` cannot hold its result.
         """
+        if self.collective in _ROOTED:
+            raise ArgumentError(f"fuse: a {self.collective} cannot be run_into. Call it.")
+        ranks, device = self.output.group.world_size, self.output.group.device
+        elements = math.prod(self.shape) // (ranks if self.collective == "reduce_scatter" else 1)
+        got = result.numel(), result.dtype, result.device.type
+        # The kernel has an address alone, and would write beyond another tensor.
+        if got != (elements, self.output.dtype, device.type) or not result.is_contiguous():
+            raise ArgumentError(
+                f"fuse: result must be contiguous, with {elements} elements of {self.output.dtype} "
+                f"on {device}; got shape {list(result.shape)} and strides "
+                f"{list(result.stride())} of {result.dtype} on {result.device}."
+            )
         if self.collective == "all_to_all" and self._gives_views:
             raise ArgumentError(
                 "fuse: an all_to_all that was called for views must not be run_into. Make another."
@@ -221,6 +235,8 @@ def fuse(
         ArgumentError: The collective, the transport, the shape or the dtype do not fit; or any
             error of :class:`MappedOutput` and :class:`TriggeredTransfers`. A call raises it as
             well, on the rank whose producer's output has another shape.
+        RankMismatchError: Ranks differ in the collective, the transport or the root, or in an
+            argument of these outputs.
 
     Example:
         >>> shape, dtype = (4096, 4096), torch.bfloat16
@@ -252,6 +268,13 @@ def fuse(
         raise ArgumentError(
             f"fuse: tiles must be given with transport='copy_engine' only; got tiles {tiles}."
         )
+    owner = group_of(group, device)
+    if collective == "scatter" and root not in range(owner.world_size):
+        raise ArgumentError(
+            f"fuse: root must be a rank of the group, 0 to {owner.world_size - 1}; got {root!r}."
+        )
+    agreed_root = root if collective in _ROOTED else -1
+    owner.agree("fuse", collective=collective, transport=transport, root=agreed_root)
     options: dict[str, Any] = {"dtype": dtype, "order": order, "group": group, "device": device}
     output: MappedOutput
     if transport == "stores":

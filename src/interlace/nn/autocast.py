@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from interlace.errors import ArgumentError
-from interlace.gemm.operands import FLOATS, require_float
+from interlace.gemm.operands import FLOATS, require_device, require_float
 
 
 def operands(
@@ -27,8 +27,8 @@ def operands(
         x, weight and the further parameters.
 
     Raises:
-        ArgumentError: The dtype of x is not that of the weight, or the operators have no such
-            dtype.
+        ArgumentError: The dtype or the device of x is not that of the weight, or the operators
+            have no such dtype.
     """
     # Autocast converts the arguments of torch's own operators only, so a layer that calls
     # Interlace's must convert its operands itself.
@@ -48,5 +48,6 @@ def operands(
         )
     # A layer whose forward pass is one of torch's products would meet the operator, and its
     # refusal, only in the backward pass.
+    require_device(f"{layer}: x", x, "the weight", weight.device)
     require_float(f"{layer}: x and weight", x.dtype)
     return x, weight, *parameters

@@ -80,9 +80,17 @@ class PooledEmbeddings:
 
         It is a view of ``values``, unless a table is split by columns: then it is a copy, in the
         order of the model.
+
+        Raises:
+            ArgumentError: tables have different widths.
         """
+        widths = sorted({table.width for table in self.plan.tables})
+        if len(widths) > 1:
+            raise ArgumentError(
+                f"PooledEmbeddings.stacked: tables must have one width; got {widths}. Use tables()."
+            )
         values = self.values if self.plan.stackable else self.ordered()
-        return values.view(len(values), len(self.plan.tables), self.plan.tables[0].width)
+        return values.view(len(values), len(self.plan.tables), widths[0])
 
     def _runs(self) -> Iterator[torch.Tensor | None]:
         """Yield, for every shard, the columns of the run of neighbouring shards that it begins.
@@ -266,6 +274,19 @@ class ShardedEmbeddingBags(GroupMember, nn.Module):
             self.reset_parameters(seed)
         self.register_state_dict_post_hook(save_all_shards)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(take_own_shards)  # type: ignore[no-untyped-call]
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        # Asked of every table's dtype, so that ranks decide alike, whichever tables they hold.
+        for dtype in {table.dtype for table in self.plan.tables}:
+            converted = fn(torch.empty(0, dtype=dtype, device=self.group.device)).dtype
+            if converted != dtype:
+                raise ArgumentError(
+                    f"{type(self).__name__}: tables must keep their dtypes, which are part of the "
+                    f"plan; got a conversion from {dtype} to {converted}. Give EmbeddingTable the "
+                    "dtype, and convert the other modules one by one."
+                )
+        base: Any = super()
+        return base._apply(fn, recurse)
 
     @property
     def tables(self) -> tuple[EmbeddingTable, ...]:

@@ -167,13 +167,19 @@ def _assemble(
     columns = []
     state = None
     edge = shard.start
-    for start, stop, name in parts:
+    # A part of other rows than the shard's is left to torch, which names it.
+    weights = [state_dict[f"{root}{name}.weight"] for *_, name in parts]
+    for weight in weights:
+        if len(weight) != shard.table.rows:
+            return {"weight": weight}
+    has_state = all(f"{root}{name}.sum_of_squares" in state_dict for *_, name in parts)
+    for (start, stop, name), weight in zip(parts, weights, strict=True):
         until = min(stop, shard.stop)
-        columns.append(state_dict[f"{root}{name}.weight"][:, edge - start : until - start])
+        columns.append(weight[:, edge - start : until - start])
         # A row has one state, the mean over the shard's columns. So a new shard's state is the mean
         # of the old ones, weighted by the number of columns that come from each.
-        squares = state_dict.get(f"{root}{name}.sum_of_squares")
-        if squares is not None:
+        if has_state:
+            squares = state_dict[f"{root}{name}.sum_of_squares"]
             share = squares * ((until - edge) / shard.width)
             state = share if state is None else state + share
         edge = until

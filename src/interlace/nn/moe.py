@@ -281,6 +281,9 @@ def _names(module: MoE) -> dict[str, tuple[str, ...]]:
 def _name_experts(module: MoE, state: dict[str, Any], prefix: str, *_: object) -> None:
     """Name every saved expert by its number among all ranks' experts, after saving."""
     for parameter, names in _names(module).items():
+        # Parameters that a parametrization computes are saved by it, under its own names.
+        if f"{prefix}{parameter}" not in state:
+            continue
         values = undistributed(state.pop(f"{prefix}{parameter}"))
         first = module.rank * len(values)
         if is_gathering() and module.world_size > 1:
@@ -291,7 +294,7 @@ def _name_experts(module: MoE, state: dict[str, Any], prefix: str, *_: object) -
             state.update(zip([f"{expert}.{name}" for name in names], parts, strict=True))
 
 
-def _take_own_experts(module: MoE, state: dict[str, Any], prefix: str, *_: object) -> None:
+def _take_own_experts(module: MoE, state: dict[str, Any], prefix: str, *arguments: Any) -> None:
     """Stack the experts that ``module`` holds, and drop all others, before loading."""
     local = len(module.w_in)
     experts = [f"{prefix}experts.{module.rank * local + i}" for i in range(local)]
@@ -303,6 +306,20 @@ def _take_own_experts(module: MoE, state: dict[str, Any], prefix: str, *_: objec
         if all(key in saved for of_expert in keys for key in of_expert):
             parts = [[saved[key] for key in of_expert] for of_expert in keys]
             is_first = parameter.endswith("_in")
+            held = getattr(module, parameter)
+            shape = held.shape[1:2] + held.shape[3:] if is_first else held.shape[1:]
+            # What does not fit is named as torch names it; to stack it would fail without a name.
+            errors = [
+                f"size mismatch for {key}: copying a param with shape {saved[key].shape} from "
+                f"checkpoint, the shape in current model is {shape}."
+                for of_expert in keys
+                for key in of_expert
+                if saved[key].shape != shape
+            ]
+            if errors:
+                arguments[-1].extend(errors)
+                state[f"{prefix}{parameter}"] = held.detach()
+                continue
             state[f"{prefix}{parameter}"] = torch.stack(
                 [torch.stack(part, 1) if is_first else part[0] for part in parts]
             )

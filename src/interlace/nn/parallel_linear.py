@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import parametrize
 
 from interlace.comm import default_name, rank_and_size, require_same_ranks
 from interlace.comm.groups.registration import entrance
@@ -559,14 +560,21 @@ class RowParallelLinear(ParallelLinear):
 
 
 def _take_own_shard(
-    module: ParallelLinear, state_dict: dict[str, Any], prefix: str, *_: object
+    module: ParallelLinear,
+    state_dict: dict[str, Any],
+    prefix: str,
+    metadata: dict[str, Any],
+    *_: object,
 ) -> None:
     """Replace full tensors by what this rank holds of them, before a state dict is loaded."""
     full = {"weight": (module.out_features, module.in_features), "bias": (module.out_features,)}
     for name in module._sharded():
         value = state_dict.get(prefix + name)
         if isinstance(value, torch.Tensor) and tuple(value.shape) == full[name]:
-            state_dict[prefix + name] = module.shard_of(undistributed(value))
+            shard = module.shard_of(undistributed(value))
+            # A parameter that is a view would keep the full layer in memory, and in files.
+            is_kept = metadata.get("assign_to_params_buffers", False) and module.world_size > 1
+            state_dict[prefix + name] = shard.clone() if is_kept else shard
     module._distribute(state_dict, prefix)
 
 
@@ -585,6 +593,8 @@ def unsharded_state_dict(module: nn.Module) -> dict[str, Any]:
 
     Raises:
         GroupError: this rank is not a member of a layer's group.
+        ArgumentError: a layer's parameter of which ranks hold shards is computed from others, by a
+            parametrization, weight normalisation or pruning.
 
     Example:
         >>> state = interlace.nn.unsharded_state_dict(model)  # on every rank
@@ -592,6 +602,9 @@ def unsharded_state_dict(module: nn.Module) -> dict[str, Any]:
         >>> state = torch.load("model.pt", weights_only=True)
         >>> model.load_state_dict(state)  # on any number of ranks
     """
+    for name, layer in module.named_modules():
+        if isinstance(layer, ShardHolder) and layer.world_size > 1:
+            _require_own_parameters(name, layer)
     # Layers put full tensors into the place of their shards themselves, so it does not matter how
     # wrappers name them. Other modules that have such a parameter, as a tied embedding, are asked
     # for it by hooks.
@@ -617,6 +630,21 @@ def unsharded_state_dict(module: nn.Module) -> dict[str, Any]:
             if isinstance(value, torch.Tensor):
                 state[key] = undistributed(value)
     return state
+
+
+def _require_own_parameters(name: str, layer: ShardHolder) -> None:
+    """Refuse a layer with a parameter that is computed from others: how ranks share those is not
+    known.
+    """
+    for key in layer._sharded():
+        # Older utilities than parametrizations make weight_v or weight_orig of weight.
+        is_older = any(other.startswith(f"{key}_") for other in layer._parameters)
+        if is_older or parametrize.is_parametrized(layer, key):
+            raise ArgumentError(
+                "unsharded_state_dict: parameters of which ranks hold shards must not be computed "
+                f"from others; got {key} of {type(layer).__name__} {name!r}. Remove the "
+                "parametrization first, or save a state_dict() on each rank."
+            )
 
 
 def _save_tied(

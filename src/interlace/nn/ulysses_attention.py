@@ -91,7 +91,8 @@ class UlyssesAttention(GroupMember, nn.Module):
         super().__init__()
         self.heads, self.is_causal, self.group = heads, is_causal, group
         self.kv_heads = heads if kv_heads is None else kv_heads
-        self.head_dim = width // heads if head_dim is None else head_dim
+        # Heads that are not positive are refused below.
+        self.head_dim = width // max(heads, 1) if head_dim is None else head_dim
         self.rank, self.world_size = rank_and_size(group)
         self._column_ranges = qkv_column_ranges(
             self.heads, self.kv_heads, self.head_dim, self.world_size
@@ -128,9 +129,13 @@ class UlyssesAttention(GroupMember, nn.Module):
             impl=self.impl,
         )
         own_ranges = self._column_ranges[self.rank]
+        # Not from the number of rows, which is 0 without samples.
+        tokens = x.shape[0] * self.world_size if splits is None else sum(splits)
         q, k, v = (
             # Heads before tokens, as attention takes them.
-            part.unflatten(0, (-1, samples)).unflatten(2, (-1, self.head_dim)).permute(1, 2, 0, 3)
+            part.unflatten(0, (tokens, samples))
+            .unflatten(2, (-1, self.head_dim))
+            .permute(1, 2, 0, 3)
             for part in columns.split([end - first for first, end in own_ranges], 1)
         )
         attended = self.attend(q, k, v).permute(2, 0, 1, 3).flatten(2).flatten(0, 1)

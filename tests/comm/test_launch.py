@@ -3,6 +3,7 @@ behind.
 """
 
 import datetime
+import math
 import multiprocessing
 import os
 import pickle
@@ -280,9 +281,37 @@ def test_a_launch_ends_after_its_time(temporary):
 
 
 @pytest.mark.parametrize(
+    ("worker", "options", "message"),
+    [
+        (None, {}, "worker must be a function; got None."),
+        (_never, {"nodes": 1.0}, "nodes must be a number that divides the 2 ranks; got 1.0."),
+        (_never, {"nodes": "2"}, "nodes must be a number that divides the 2 ranks; got '2'."),
+        (_never, {"timeout_s": "9"}, "timeout_s must be seconds above 0, or None; got '9'."),
+        (_never, {"timeout_s": math.nan}, "timeout_s must be seconds above 0, or None; got nan."),
+        (_never, {"join_timeout_s": 0}, "join_timeout_s must be seconds above 0, or None; got 0."),
+    ],
+)
+def test_arguments_of_a_wrong_type_are_named(worker, options, message):
+    with pytest.raises(ArgumentError) as caught:
+        interlace.launch(worker, 2, backend="cpu", **options)
+    assert str(caught.value) == f"launch: {message}"
+
+
+@pytest.mark.parametrize(
     ("world_size", "backend", "error", "message"),
     [
-        (0, "cpu", ArgumentError, "launch: world_size must be at least 1; got 0."),
+        (
+            0,
+            "cpu",
+            ArgumentError,
+            "launch: world_size must be a whole number, at least 1; got 0.",
+        ),
+        (
+            "2",
+            "cpu",
+            ArgumentError,
+            "launch: world_size must be a whole number, at least 1; got '2'.",
+        ),
         (2, "tpu", ArgumentError, "launch: backend must be auto, cuda or cpu; got 'tpu'."),
         (
             99,

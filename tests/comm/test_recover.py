@@ -174,3 +174,10 @@ def test_a_rank_that_does_not_come_is_named_by_all(ranks, missing):
 
 def test_a_process_on_its_own_recovers():
     assert interlace.recover() is None
+
+
+@pytest.mark.parametrize("timeout_s", [0, float("nan"), float("inf"), "9"])
+def test_a_time_that_never_or_always_ends_is_refused(timeout_s):
+    """With NaN, ranks would have waited for one another for ever."""
+    with pytest.raises(interlace.ArgumentError, match=r"^recover: timeout_s must be above 0 and "):
+        interlace.recover(timeout_s=timeout_s)

@@ -194,3 +194,9 @@ def test_what_does_not_fit_leaves_nothing_behind(ranks):
         assert "must fit in the address range reserved for a rank; 69.8 GB more do not." in error[1]
         assert after == before
         assert total == 4.0
+
+
+@pytest.mark.parametrize("count", [1 << 60, 1 << 80])
+def test_what_does_not_fit_in_a_process_on_its_own(count):
+    with pytest.raises(interlace.WorkspaceError, match=r"memory must fit in this process"):
+        interlace.empty_symmetric(count, dtype=torch.int8)

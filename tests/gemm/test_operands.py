@@ -2,6 +2,7 @@
 their configurations.
 """
 
+import inspect
 import re
 
 import pytest
@@ -16,7 +17,7 @@ from interlace.gemm.implementations import remote_stores
 from interlace.gemm.launch import describe_own
 from interlace.gemm.operands import ALIGNMENT_BYTES, Operands, contiguous_dimension
 from interlace.gemm.splits import balanced
-from interlace.registry import operator_named
+from interlace.registry import operator_named, operators
 
 OPERATORS = ["all_gather_gemm", "gemm_all_reduce", "gemm_all_to_all", "gemm_reduce_scatter"]
 f8, f32, f64, bf16 = torch.float8_e4m3fn, torch.float32, torch.float64, torch.bfloat16
@@ -276,6 +277,21 @@ def test_explain_takes_what_may_follow_the_operands():
         ArgumentError, match=r"got 'gemm_al_reduce'\. Did you mean gemm_all_reduce\?"
     ):
         interlace.explain("gemm_al_reduce", *operands)
+
+
+def test_explain_takes_options_in_the_order_of_the_call():
+    """What a call takes by its place, ``explain`` takes for the same, of every operator."""
+    for name in operators().keys() & interlace.__all__:
+        parameters = inspect.signature(getattr(interlace, name)).parameters.values()
+        placed = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
+        needed, optional = operators()[name].argument_names()
+        assert [*needed, *optional][: len(placed)] == placed
+
+
+def test_explain_refuses_tensors_of_another_device():
+    x, w = _t(2, 8, device="meta"), _t(5, 8, device="meta")
+    with pytest.raises(BackendError, match=r"must be on cuda or cpu; got meta\."):
+        interlace.explain("gemm_reduce_scatter", x, w)
 
 
 EVEN = "rows that are split evenly"

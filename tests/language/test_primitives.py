@@ -243,13 +243,13 @@ def test_pointers_and_values_of_a_wrong_type_are_refused(ranks):
     ranks(1).run(_mistype)
 
 
-def _await_one(awaits):
+def _await_one(awaits, step):
     from tests.language import kernels
 
     group = interlace.group_of()
     data, signals = _symmetric(8, torch.float32), _symmetric(1, torch.int32)
     interlace.set_deadline(0.5)
-    peer = (group.rank + 1) % group.world_size
+    peer = (group.rank + step) % group.world_size
     error = error_of(
         _launch, group, kernels.wait_for_one, data.address, signals.address, group.context("test"),
         peer, AWAITS=awaits,
@@ -263,9 +263,17 @@ def _await_one(awaits):
 @pytest.mark.parametrize("awaits", ["signal", "condition", "word", "value"])
 def test_waits_for_one_peer_without_a_tile_of_masks(ranks, awaits):
     """A peer that is a scalar is named by the error; a mask that is a scalar holds for the tile."""
-    for rank, (kind, message, _) in enumerate(ranks(2).run(_await_one, awaits)):
+    for rank, (kind, message, _) in enumerate(ranks(2).run(_await_one, awaits, 1)):
         assert kind == "PeerTimeoutError"
         assert f"rank {rank} waited 0.5 s for rank {1 - rank} (slice 0, " in message
+
+
+@pytest.mark.parametrize("awaits", ["signal", "word", "value"])
+def test_a_wait_for_what_the_rank_itself_never_sends(ranks, awaits):
+    """It breaks the group: NaN alone would not say that the kernel forgets its own part."""
+    for rank, (kind, message, _) in enumerate(ranks(2).run(_await_one, awaits, 0)):
+        assert kind == "PeerTimeoutError"
+        assert f"rank {rank} waited 0.5 s for rank {rank} (slice 0, " in message
 
 
 def _look_while_another_process_stores():

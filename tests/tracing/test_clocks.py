@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -47,20 +47,23 @@ def test_a_trace_is_of_one_group(ranks: Any) -> None:
     assert ranks(3).run(_in_a_group_of_two) == [None] + [[["gemm_reduce_scatter"]] * 2] * 2
 
 
-def _held() -> tuple[float, list[int], str]:
+def _held() -> tuple[float, list[int], list[str]]:
     x, w = torch.ones(1, 16), torch.ones(8, 16)
     start = time.perf_counter()
     with interlace.trace(hold_s=0.2) as trace:
         interlace.gemv_all_reduce(x, w)
     seconds = time.perf_counter() - start
-    with pytest.raises(ArgumentError) as refused, interlace.trace(hold_s=-1.0):
-        pass
-    return seconds, [len(of_rank) for of_rank in trace.launches], str(refused.value)
+    refusals = []
+    for hold_s in (-1.0, cast(float, "1")):
+        with pytest.raises(ArgumentError) as refused, interlace.trace(hold_s=hold_s):
+            pass
+        refusals.append(str(refused.value))
+    return seconds, [len(of_rank) for of_rank in trace.launches], refusals
 
 
 def test_calls_are_held_back_on_every_rank(ranks: Any) -> None:
     """What holds them back is no part of the trace."""
-    for seconds, launches, refused in ranks(2).run(_held):
+    for seconds, launches, refusals in ranks(2).run(_held):
         assert seconds > 0.2
         assert launches == [1, 1]
-        assert "hold_s must be" in refused
+        assert all("hold_s must be" in refused for refused in refusals)

@@ -18,6 +18,9 @@ LATE = tl.constexpr(context.LATE)
 # Greater than every rank: the start of a minimum over late ranks.
 NO_RANK = tl.constexpr(1 << 30)
 HIGHEST_INT32 = tl.constexpr(2147483647)
+# Whether a wait for values may name its own rank as late. On a GPU, the program that owes them may
+# be waiting for a peer, and that peer is late. The interpreter runs programs one after another.
+NAMES_ITSELF = tl.constexpr(interpreting())
 
 _DEADLINE_NS = tl.constexpr(context.DEADLINE_NS)
 _OPERATOR = tl.constexpr(context.OPERATOR)

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from interlace.language._instructions import load_whole, num_threads, records, require_memory
 from interlace.language.addresses import peer_pointer, rank
-from interlace.language.deadlines import LATE, NO_RANK, after_look, report
+from interlace.language.deadlines import LATE, NAMES_ITSELF, NO_RANK, after_look, report
 from interlace.language.primitives import put
 from interlace.language.recording import SEVERAL, UNPACKED, WAIT, append
 from interlace.language.tree import add_to_tree
@@ -151,7 +151,8 @@ def sum_values(
         late = NO_RANK
         for step in tl.static_range(SOURCES):
             source = SOURCES - 1 - step
-            awaited = mask & (me != first + source)
+            names_all = own is None and NAMES_ITSELF
+            awaited = mask if names_all else mask & (me != first + source)
             word = load_whole(words + source * stride, awaited)
             if tl.sum(tl.ravel((awaited & (word == 0)).to(tl.int32))) > 0:
                 late = first + source

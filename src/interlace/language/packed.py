@@ -12,7 +12,9 @@ import triton.language as tl
 
 from interlace.language._instructions import num_threads, records, require_memory
 from interlace.language.addresses import peer_pointer, rank
-from interlace.language.deadlines import HIGHEST_INT32, LATE, NO_RANK, after_look, report
+from interlace.language.deadlines import (
+    HIGHEST_INT32, LATE, NAMES_ITSELF, NO_RANK, after_look, report,
+)
 from interlace.language.epochs import EPOCH_MASK
 from interlace.language.primitives import put
 from interlace.language.recording import SEVERAL, UNPACKED, WAIT, append
@@ -242,7 +244,9 @@ def sum_words(
         absent_count, looks, start, expired = after_look(absent_count, looks, start, expired, group)
     if expired > 0:
         sources = first[:, :, None] + copy * 0
-        _report_absent_words(words, stride, sources, epoch, slice, group, unmasked, SOURCES, VALUES)
+        _report_absent_words(
+            words, kept, stride, sources, epoch, slice, group, unmasked, SOURCES, VALUES
+        )
     # Every variable that the loop carries is used here, because Triton 3.6 fails to compile a loop
     # that carries a tile while another of its results is dropped.
     complete = (expired == 0) & (absent_count == 0) & (looks > 0) & (start >= 0)
@@ -255,14 +259,15 @@ def sum_words(
 
 @triton.jit
 def _report_absent_words(
-    words, stride, first, epoch, slice, group, mask, SOURCES: tl.constexpr, VALUES: tl.constexpr
+    words, kept, stride, first, epoch, slice, group, mask,
+    SOURCES: tl.constexpr, VALUES: tl.constexpr,
 ):
     """Record for the host the lowest rank whose words are absent, and the stamp seen instead.
 
     Args:
         words: 3-D tile of int64 pointers: the words of the first source, with a dimension of
             copies.
-        stride, epoch, slice, group, SOURCES, VALUES: As :func:`sum_words` takes them.
+        kept, stride, epoch, slice, group, SOURCES, VALUES: As :func:`sum_words` takes them.
         first: int32 tile of the shape of ``words``: the rank that puts the first word.
         mask: Tile of the shape of ``words``; words outside it are not awaited.
     """
@@ -270,7 +275,8 @@ def _report_absent_words(
     seen = 0
     for step in tl.static_range(SOURCES):
         source = SOURCES - 1 - step
-        awaited = mask & (first + source != rank(group))
+        names_all = kept is None and NAMES_ITSELF
+        awaited = mask if names_all else mask & (first + source != rank(group))
         word = tl.load(words + source * stride, mask=awaited, other=0, volatile=True)
         absent = awaited & (carries(word, epoch, VALUES) == 0)
         peer = tl.min(tl.ravel(tl.where(absent, first + source, NO_RANK)))

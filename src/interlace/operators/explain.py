@@ -13,7 +13,7 @@ from interlace.comm.groups.process_groups import rank_and_size
 from interlace.comm.groups.reservation import CPU_GRANULARITY, GPU_GRANULARITY
 from interlace.comm.groups.symmetric_memory import shortage_in_words
 from interlace.environment import LIMIT_VARIABLE, byte_count
-from interlace.errors import ArgumentError, did_you_mean
+from interlace.errors import ArgumentError, BackendError, did_you_mean
 from interlace.registry import Operator, operators
 from interlace.units import format_memory
 
@@ -54,6 +54,7 @@ def explain(
 
     Raises:
         ArgumentError: No such operator, or arguments that it does not have or would refuse.
+        BackendError: The tensors are neither on the CPU nor on a GPU.
         GroupError: There is no process group, in one of several processes.
 
     Example:
@@ -106,6 +107,12 @@ def explain(
         # A vector is one row.
         x, *others = arguments
         arguments = (x[None] if isinstance(x, torch.Tensor) and x.dim() == 1 else x, *others)
+    for tensor in (tensor for argument in arguments for tensor in _tensors(argument)):
+        if tensor.device.type not in ("cpu", "cuda"):
+            raise BackendError(
+                f"explain: tensors of {operator} must be on cuda or cpu; got {tensor.device}. "
+                "Which implementation is fastest depends on the GPU."
+            )
     _, world_size = rank_and_size(group)
     nodes = (known_nodes(group) if world_size > 1 else None) or 1
     needed = {}

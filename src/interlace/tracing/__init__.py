@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import numbers
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -203,8 +204,8 @@ def trace(group: dist.ProcessGroup | None = None, *, hold_s: float = 0.0) -> Ite
         )
     if recordings.active() is not None:
         raise ArgumentError("a trace must not begin within another one. Leave the first one first.")
-    if not 0 <= hold_s < math.inf:
-        raise ArgumentError(f"hold_s must be a number of seconds, at least 0; got {hold_s}.")
+    if not (isinstance(hold_s, numbers.Real) and 0 <= hold_s < math.inf):
+        raise ArgumentError(f"hold_s must be a number of seconds, at least 0; got {hold_s!r}.")
     owner = group_of(group)
     # Clocks are compared through memory that all ranks reach.
     owner.require_one_node("trace")

@@ -36,7 +36,7 @@ from interlace.comm.host.members import meet_members, members_of
 from interlace.comm.replay import recording as recordings
 from interlace.comm.replay.deferred import DeferredCall, PerformedCall
 from interlace.comm.replay.memory import releases
-from interlace.comm.runtime.deadlines import default_deadline_s, recovery_s
+from interlace.comm.runtime.deadlines import checked_deadline_s, default_deadline_s, recovery_s
 from interlace.comm.runtime.ordinary import makes_ordinary_tensors
 from interlace.comm.runtime.streams import Streams
 from interlace.errors import BackendError, GroupError, WorkspaceError
@@ -379,6 +379,9 @@ class Group:
 
     def recover(self, timeout_s: float | None = None) -> None:
         """Make a broken group usable again; see :func:`interlace.recover`."""
+        patience_s = recovery_s(self.deadline_s)
+        if timeout_s is not None:
+            patience_s = checked_deadline_s(timeout_s, "recover: timeout_s")
         if self.streams.capturing():
             raise WorkspaceError(
                 "a group must be recovered outside of a CUDA graph. Finish the capture first."
@@ -386,7 +389,6 @@ class Group:
         self.streams.synchronize()  # kernels that wait end by their deadline
         if self.world_size > 1:
             # Once all ranks have met, no rank has a kernel running that could write to a peer.
-            patience_s = recovery_s(self.deadline_s) if timeout_s is None else timeout_s
             self.channel.meet("recover", patience_s)
         self._forget()
         for recoverable in self.cache.recoverable:
@@ -537,6 +539,7 @@ def recover(group: dist.ProcessGroup | None = None, timeout_s: float | None = No
         timeout_s: Seconds to wait for the other ranks. Default: three deadlines of the group.
 
     Raises:
+        ArgumentError: ``timeout_s`` is not above 0 and below a million.
         PeerTimeoutError: A rank did not come, within at most twice the time; raised on every rank
             that did, with that rank's number. It is dead, or does something else: the group stays
             broken. Without that rank, build a new process group.

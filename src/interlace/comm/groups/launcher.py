@@ -7,6 +7,7 @@ import contextlib
 import datetime
 import gc
 import multiprocessing
+import numbers
 import os
 import pickle
 import signal
@@ -81,16 +82,28 @@ def launch(
             error, its traceback follows, the error itself is ``__cause__`` if it can be pickled,
             and the other ranks are ended), or no process can be started for the worker.
         BackendError: The backend is cuda and there is no GPU.
-        ArgumentError: The world size, the backend or the number of nodes is invalid.
+        ArgumentError: The worker, the world size, the backend, the number of nodes or a time is
+            invalid.
     """
-    if world_size < 1:
-        raise ArgumentError(f"launch: world_size must be at least 1; got {world_size}.")
+    if not callable(worker):
+        raise ArgumentError(f"launch: worker must be a function; got {worker!r}.")
+    if not isinstance(world_size, numbers.Integral) or world_size < 1:
+        raise ArgumentError(
+            f"launch: world_size must be a whole number, at least 1; got {world_size!r}."
+        )
     if backend not in ("auto", "cuda", "cpu"):
         raise ArgumentError(f"launch: backend must be auto, cuda or cpu; got {backend!r}.")
-    if nodes is not None and (nodes < 1 or world_size % nodes):
+    is_number = nodes is None or isinstance(nodes, numbers.Integral)
+    if not is_number or (nodes is not None and (nodes < 1 or world_size % nodes)):
         raise ArgumentError(
-            f"launch: nodes must be a number that divides the {world_size} ranks; got {nodes}."
+            f"launch: nodes must be a number that divides the {world_size} ranks; got {nodes!r}."
         )
+    for name, seconds in (("timeout_s", timeout_s), ("join_timeout_s", join_timeout_s)):
+        # Written so that NaN is refused, with which a wait would never end.
+        if seconds is not None and not (isinstance(seconds, numbers.Real) and seconds > 0):
+            raise ArgumentError(
+                f"launch: {name} must be seconds above 0, or None; got {seconds!r}."
+            )
     declared = {} if nodes is None else {NODES_VARIABLE: str(nodes)}
     if dist.is_initialized() or {"RANK", "WORLD_SIZE"} <= os.environ.keys():
         with changed(declared):

@@ -313,7 +313,15 @@ class SoloHeap(Heap):
     def allocate(self, nbytes: int, pieces: int = 1) -> Block:
         """Allocate zeroed memory that torch's caching allocator takes back."""
         size = pieces * round_up(max(nbytes, 1), 4096)
-        memory = self._zeros(size + 256)
+        try:
+            memory = self._zeros(size + 256)
+        except (RuntimeError, TypeError) as error:  # the latter of more bytes than torch can count
+            if isinstance(error, torch.AcceleratorError):
+                raise
+            raise WorkspaceError(
+                f"symmetric memory must fit in this process; {format_bytes(size)} more do not. "
+                "Free tensors that are no longer needed."
+            ) from error
         address = round_up(memory.data_ptr(), 256)
         # Torch's caching allocator takes the memory back in stream order, so the release need not
         # wait for the GPU: it is treated as a release of the CPU.

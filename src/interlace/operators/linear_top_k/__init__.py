@@ -28,6 +28,7 @@ from interlace.operators.linear_top_k.call import (
     SizedChoice,
     TopKCall,
     known_call,
+    require_columns,
     validate_numbers,
 )
 from interlace.registry import Implementation, operator
@@ -70,7 +71,7 @@ class LinearTopK(VocabularyOperator):
 
     def argument_names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return the tensors and the options that :meth:`explain` takes, by name."""
-        return ("x", "w"), ("bias", "k")
+        return ("x", "w"), ("k", "bias")
 
     def sized(  # type: ignore[override]
         self,
@@ -84,6 +85,7 @@ class LinearTopK(VocabularyOperator):
         """Return the sizes of a call."""
         rows = len(rows_of(OPERATOR, x, w, bias))
         validate_numbers(k, world_size * len(w))
+        require_columns(k, len(w))
         return SizedChoice(rows, k, world_size)
 
     def described(self, sized: SizedChoice, w: torch.Tensor) -> tuple[str, str]:

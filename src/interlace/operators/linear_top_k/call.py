@@ -47,6 +47,18 @@ def validate_numbers(k: int, vocabulary: int) -> None:
         )
 
 
+def require_columns(k: int, fewest: int) -> None:
+    """Refuse to choose more columns than the rank with the fewest has.
+
+    Raises:
+        ArgumentError: It has not so many.
+    """
+    if k > fewest:
+        raise ArgumentError(
+            f"{OPERATOR}: k must be at most the columns of each rank, {fewest}; got {k}."
+        )
+
+
 def known_call(
     x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, k: int, vocabulary: int, impl: str
 ) -> tuple[tuple[Hashable, ...], Hashable]:
@@ -119,10 +131,7 @@ class TopKCall:
         self.mark = agree(self.group, OPERATOR, shared, len(self.w), len(self.x))
         per_rank = self.shard.per_rank
         fewest = min(per_rank, self.vocabulary - (self.group.world_size - 1) * per_rank)
-        if self.k > fewest:
-            raise ArgumentError(
-                f"{OPERATOR}: k must be at most the columns of each rank, {fewest}; got {self.k}."
-            )
+        require_columns(self.k, fewest)
 
     @functools.cached_property
     def implementation(self) -> Implementation:

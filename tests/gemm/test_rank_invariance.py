@@ -162,9 +162,9 @@ def test_leaves_through_descriptors_have_the_same_bits(ranks: Any, most_waiting:
     """A rank alone has eight leaves, so sums of two and of four wait; with two ranks those of two
     do.
     """
+    (expected,) = ranks(1).run(_batches, torch.float32, True)
     for size in (1, 2):
         for found in ranks(size).run(_batches, torch.float32, True, most_waiting):
-            expected = ranks(1).run(_batches, torch.float32, True)[0]
             assert all(torch.equal(y, expected[key]) for key, y in found.items())
 
 

@@ -178,8 +178,13 @@ def _beside_waiting(config: FewRowsConfig, x: torch.Tensor) -> FewRowsConfig:
     """
     if config.rows * config.columns < 128 * 128 or x.device.type == "cpu":
         return config
-    stage_bytes = (config.rows + config.columns) * config.block_k * x.element_size()
-    stages = Gpu.of(x.device).stages_that_fit(5, stage_bytes, beside=1024)
+    return _with_stages(config, 5, Gpu.of(x.device), x.element_size())
+
+
+def _with_stages(config: FewRowsConfig, most: int, gpu: Gpu, itemsize: int) -> FewRowsConfig:
+    """Return tiles with as many loads in flight as a GPU has shared memory for, up to ``most``."""
+    stage_bytes = (config.rows + config.columns) * config.block_k * itemsize
+    stages = gpu.stages_that_fit(most, stage_bytes, beside=1024)
     return dataclasses.replace(config, num_stages=stages)
 
 
@@ -310,10 +315,8 @@ def tiles_for(
         along_k: Whether the weights are contiguous along K; else x is the first operand.
     """
     config = _tiles(rows, columns, inner, gpu.processors, along_k)
-    block_k = max(16, config.block_k * 2 // itemsize)
-    stage_bytes = (config.rows + config.columns) * block_k * itemsize
-    stages = gpu.stages_that_fit(config.num_stages, stage_bytes, beside=1024)
-    return dataclasses.replace(config, block_k=block_k, num_stages=stages)
+    config = dataclasses.replace(config, block_k=max(16, config.block_k * 2 // itemsize))
+    return _with_stages(config, config.num_stages, gpu, itemsize)
 
 
 def _tiles(

@@ -24,9 +24,9 @@ def add_to_tree(
         index: The number of the value: int32 scalar or constant.
         COUNT: 1, 2, 4 or 8.
         NODE: The dtype of sums that are added.
-        waiting: A tensor descriptor ``[1, 1, 1, 2 * rows * programs, columns]`` of dtype NODE, whose
-            block is a value: memory in which sums of two and of four values wait that do not fit
-            into registers. None: ``twos`` and ``fours``, which mean nothing else.
+        waiting: A tensor descriptor ``[1, 1, 1, 2 * rows * programs, columns]`` of dtype NODE,
+            whose block is a value: memory in which sums of two and of four values wait that do not
+            fit into registers. None: ``twos`` and ``fours``, which mean nothing else.
 
     No sum is -0.0, since put_lamport sends that as 0.0.
 

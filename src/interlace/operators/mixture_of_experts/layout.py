@@ -197,6 +197,12 @@ def is_copied(weight: torch.Tensor) -> bool:
     return dimensions_in_memory(weight) is None or weight.data_ptr() % 16 != 0
 
 
+def _laid_out(weight: torch.Tensor, dimensions: tuple[int, ...]) -> torch.Tensor:
+    """Return a weight with its dimensions as they follow each other in memory."""
+    view = weight.permute(dimensions)
+    return view.clone(memory_format=torch.contiguous_format) if is_copied(weight) else view
+
+
 class ReadableParameters(NamedTuple):
     """The parameters of a rank's experts as they lie in memory: as kernels and grouped products
     read them.
@@ -239,13 +245,7 @@ class Parameters(NamedTuple):
         """
         in_dimensions, out_dimensions, bias_dimensions, _ = self._memory_dimensions()
         in_order, out_order = _ORDERS[in_dimensions], _ORDERS[out_dimensions]
-        laid_out = ((self.w_in, in_dimensions), (self.w_out, out_dimensions))
-        w_in, w_out = (
-            weight.permute(order).clone(memory_format=torch.contiguous_format)
-            if is_copied(weight)
-            else weight.permute(order)
-            for weight, order in laid_out
-        )
+        w_in, w_out = _laid_out(self.w_in, in_dimensions), _laid_out(self.w_out, out_dimensions)
         b_in, b_out = self.b_in, self.b_out
         if b_in is not None:
             b_in = b_in.permute(bias_dimensions).contiguous().flatten(1)

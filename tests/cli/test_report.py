@@ -310,14 +310,17 @@ def test_written_tables_are_what_tuning_reads(
     file = tmp_path / "tables" / tuning.file_name("gemv_all_reduce", "NVIDIA H200")
     file.write_text(json.dumps(table), encoding="utf-8")
     monkeypatch.setattr("importlib.resources.files", lambda package: tmp_path)
-    tuning._table.cache_clear()
+    caches = tuning._table, tuning._placed
+    for cached in caches:
+        cached.cache_clear()
     try:
         point = tuning.Point(
             world_size=4, dtype="bfloat16", sizes={"rows": 1, "columns": 8192, "inner": 2048}
         )
         found = tuning.nearest("gemv_all_reduce", "NVIDIA H200", point)
     finally:
-        tuning._table.cache_clear()
+        for cached in caches:
+            cached.cache_clear()
     assert found is not None
     assert (found.impl, found.config) == ("fused", "one_shot 4 512 4 1 0 0")
     assert "fused 12.0 us" in found.reason

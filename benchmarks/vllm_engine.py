@@ -17,9 +17,11 @@ a profile of what the GPU of the first rank does in decoding steps and in prefil
 ``--expert-parallel`` shares out the experts of a model that has some.
 
 ``--host`` measures something else: an engine captures no more than 8 tokens, so that prefills are
-eager as in a server whose prompts exceed its graphs. Milliseconds by number of tokens, and what
-Python does in the first worker in five short prefills, by function: calls, milliseconds of its own,
-and with what it calls. A profile lengthens all of it by about a half.
+eager as in a server whose prompts exceed its graphs. One engine of each way runs at a time, and
+they take turns with each prefill, as hosts differ from minute to minute; each repeat starts both
+anew. Milliseconds by number of tokens, and what Python does in the first worker in five short
+prefills, by function: calls, milliseconds of its own, and with what it calls. A profile lengthens
+all of it by about a half.
 
     python benchmarks/vllm_engine.py --json FILE --checks all [--layers 4] [--at-once 2]
 
@@ -37,6 +39,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import cProfile
 import gzip
 import json
@@ -48,6 +51,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -117,7 +121,8 @@ TOP = 5
 """Logprobs per token that are compared."""
 
 NEW_PROMPTS = 12
-HOST_PROMPTS = (300, 600, 1000, 2000, 4096)
+HOST_PROMPTS = (300, 600, 800, 1000, 1400, 2000, 4096)
+HOST_TURNS = 15
 
 PROFILED = {
     "decode 1": (1, 16, 16), "decode 32": (32, 16, 16), "prefill 200": (1, 200, 1),
@@ -149,13 +154,18 @@ def main() -> None:
     if options.checks:
         check_all(options)
         return
+    if options.engine and options.host:
+        serve_prefills(options.model, options.layers)
+        return
     if options.engine:
         found = measured(
             options.model, options.layers, is_profiled=options.timeline,
             only_start=options.only_start, expert_parallel=options.expert_parallel,
-            only_host=options.host,
         )  # fmt: skip
         options.json.write_text(json.dumps(found))
+        return
+    if options.host:
+        measure_hosts(options)
         return
     results: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as compiled:
@@ -165,7 +175,7 @@ def main() -> None:
             results.append({"way": way, "repeat": repeat, **found})
             print(results[-1], flush=True)
             documents.write(options.json, results, model=options.model, layers=options.layers)
-    if not (options.only_start or options.host):
+    if not options.only_start:
         require_equal_tokens(results)
 
 
@@ -179,14 +189,12 @@ def run(
         **os.environ, "VLLM_PLUGINS": "interlace", "INTERLACE_VLLM": WAYS[way],
         "VLLM_CACHE_ROOT": compiled,
     }  # fmt: skip
-    if options.host:  # functions are sent to the workers
-        environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "engine.json"
         command = [sys.executable, __file__, "--engine", "--json", str(file)]
         command += ["--model", options.model, "--layers", str(options.layers)]
         command += ["--timeline"] * is_profiled + ["--only-start"] * options.only_start
-        command += ["--expert-parallel"] * options.expert_parallel + ["--host"] * options.host
+        command += ["--expert-parallel"] * options.expert_parallel
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
         if done.returncode:
             raise SystemExit(done.stdout[-4000:] + done.stderr[-4000:])
@@ -415,11 +423,10 @@ def measured(
     is_profiled: bool,
     only_start: bool,
     expert_parallel: bool,
-    only_host: bool,
 ) -> dict[str, Any]:
     """Return the times of one engine in this process and its workers, and its timelines."""
     import torch
-    from vllm import LLM, SamplingParams
+    from vllm import LLM
 
     # vLLM knows a model by its folder.
     known = save_config(Path(os.environ["VLLM_CACHE_ROOT"]), model, layers)
@@ -435,28 +442,12 @@ def measured(
             max_num_batched_tokens=max(PROMPTS), enable_prefix_caching=False,
             enable_expert_parallel=expert_parallel,
             **({"profiler_config": profiler} if is_profiled else {}),
-            **({"compilation_config": {"cudagraph_capture_sizes": [1, 8]}} if only_host else {}),
         )  # fmt: skip
         start_s = time.perf_counter() - begin
         if only_start:
             return {"start_s": start_s}
         numbers = random.Random(1)
-
-        def generate(sequences: int, prompt: int, tokens: int) -> tuple[float, list[Any]]:
-            prompts = [
-                {"prompt_token_ids": [numbers.randrange(10, VOCABULARY) for _ in range(prompt)]}
-                for _ in range(sequences)
-            ]
-            sampling = SamplingParams(
-                max_tokens=tokens, temperature=0, ignore_eos=True, detokenize=False
-            )
-            begin = time.perf_counter()
-            outputs = engine.generate(prompts, sampling, use_tqdm=False)
-            seconds = time.perf_counter() - begin
-            return seconds, [list(output.outputs[0].token_ids) for output in outputs]
-
-        if only_host:
-            return {"start_s": start_s, **host_times(engine, generate)}
+        generate = generator(engine, numbers)
         result: dict[str, Any] = {"start_s": start_s, **step_times(generate)}
         new, later = ([numbers.randrange(300, 4000) for _ in range(NEW_PROMPTS)] for _ in range(2))
         for name, lengths in (("new", new), ("again", new), ("later", later)):
@@ -473,19 +464,118 @@ def measured(
         return result
 
 
-def host_times(engine: Any, generate: Generate) -> dict[str, Any]:
-    """Return milliseconds of eager prefills by number of tokens, and what the first worker's host
-    does in short ones.
+def generator(engine: Any, numbers: random.Random) -> Generate:
+    """Return what generates from random prompts with an engine."""
+    from vllm import SamplingParams
+
+    def generate(sequences: int, prompt: int, tokens: int) -> tuple[float, list[Any]]:
+        prompts = [
+            {"prompt_token_ids": [numbers.randrange(10, VOCABULARY) for _ in range(prompt)]}
+            for _ in range(sequences)
+        ]
+        sampling = SamplingParams(
+            max_tokens=tokens, temperature=0, ignore_eos=True, detokenize=False
+        )
+        begin = time.perf_counter()
+        outputs = engine.generate(prompts, sampling, use_tqdm=False)
+        seconds = time.perf_counter() - begin
+        return seconds, [list(output.outputs[0].token_ids) for output in outputs]
+
+    return generate
+
+
+def measure_hosts(options: argparse.Namespace) -> None:
+    """Let an engine of each way take turns with eager prefills, and write what they took."""
+    results: list[dict[str, Any]] = []
+    for repeat in range(options.repeats):
+        with contextlib.ExitStack() as stack:
+            ask = {way: stack.enter_context(host_engine(way, options)) for way in WAYS}
+            times = {way: {} for way in WAYS}
+            for tokens in HOST_PROMPTS:
+                turns = [{way: ask[way](tokens) for way in WAYS} for _ in range(5 + HOST_TURNS)]
+                for way in WAYS:
+                    times[way][tokens] = spread([turn[way] for turn in turns[5:]])
+            for way in WAYS:
+                found = {"prefill_ms": times[way], "host": ask[way](None)}
+                results.append({"way": way, "repeat": repeat, **found})
+                print(way, times[way], flush=True)
+        documents.write(options.json, results, model=options.model, layers=options.layers)
+
+
+@contextlib.contextmanager
+def host_engine(way: str, options: argparse.Namespace) -> Iterator[Callable[[int | None], Any]]:
+    """Start an engine whose prefills are eager; give what asks :func:`serve_prefills` there."""
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {
+            **os.environ, "VLLM_PLUGINS": "interlace", "INTERLACE_VLLM": WAYS[way],
+            # Functions are sent to the workers.
+            "VLLM_CACHE_ROOT": folder, "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
+        }  # fmt: skip
+        command = [sys.executable, __file__, "--engine", "--host", "--json", os.devnull]
+        command += ["--model", options.model, "--layers", str(options.layers)]
+        log = Path(folder) / "log"
+        with (
+            log.open("w") as errors,
+            subprocess.Popen(
+                command, env=environment, text=True, stderr=errors,
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            ) as engine,
+        ):  # fmt: skip
+
+            def ask(question: int | None) -> Any:
+                assert engine.stdin is not None
+                assert engine.stdout is not None
+                print(json.dumps(question), file=engine.stdin, flush=True)
+                answer = engine.stdout.readline()
+                if not answer:
+                    raise SystemExit(log.read_text()[-8000:])
+                return json.loads(answer)
+
+            try:
+                yield ask
+            finally:
+                assert engine.stdin is not None
+                engine.stdin.close()  # it ends by itself, and its workers with it
+                try:
+                    engine.wait(60)
+                except subprocess.TimeoutExpired:
+                    engine.kill()
+
+
+def serve_prefills(model: str, layers: int) -> None:
+    """Be an engine that reads numbers of tokens, a line each, and answers with the milliseconds of
+    a prefill; to ``null`` with what the first worker's host does in short ones.
     """
-    times: dict[int, list[float]] = {}
-    for tokens in HOST_PROMPTS:
-        for _ in range(5):
-            generate(1, tokens, 1)
-        times[tokens] = spread([1e3 * generate(1, tokens, 1)[0] for _ in range(9)])
+    import torch
+    from vllm import LLM
+
+    # What the engine writes to its output is not an answer.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    engine = LLM(
+        model=str(save_config(Path(os.environ["VLLM_CACHE_ROOT"]), model, layers)),
+        load_format="dummy", skip_tokenizer_init=True, seed=0,
+        tensor_parallel_size=torch.cuda.device_count(), max_model_len=max(HOST_PROMPTS) + 8,
+        gpu_memory_utilization=0.4, kv_cache_memory_bytes=2**32, max_num_seqs=8,
+        max_num_batched_tokens=max(HOST_PROMPTS), enable_prefix_caching=False,
+        compilation_config={"cudagraph_capture_sizes": [1, 8]},
+    )  # fmt: skip
+    generate = generator(engine, random.Random(1))
+    for line in sys.stdin:
+        tokens = json.loads(line)
+        answer = (
+            host_profile(engine, generate) if tokens is None else 1e3 * generate(1, tokens, 1)[0]
+        )
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+def host_profile(engine: Any, generate: Generate) -> list[list[Any]]:
+    """Return what the first worker's host does in five short prefills."""
     engine.collective_rpc(start_of_profile)
     for _ in range(5):
         generate(1, HOST_PROMPTS[0], 1)
-    return {"prefill_ms": times, "host": engine.collective_rpc(end_of_profile)[0]}
+    profile: list[list[Any]] = engine.collective_rpc(end_of_profile)[0]
+    return profile
 
 
 def start_of_profile(worker: Any) -> None:

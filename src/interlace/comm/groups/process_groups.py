@@ -5,6 +5,7 @@ that this version of torch has.
 from __future__ import annotations
 
 import contextvars
+import functools
 import os
 from collections.abc import Callable
 from typing import Any
@@ -54,6 +55,16 @@ def device_of_group(device: torch.device | str | None) -> torch.device:
     return torch.device("cpu") if device.type == "cpu" and device.index is not None else device
 
 
+@functools.cache  # an import takes longer than what it finds, and compiled graphs ask in each call
+def _resolver() -> Callable[[str], dist.ProcessGroup]:
+    """Return what finds torch's process groups by name."""
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    # The parameter is annotated as str until torch 2.12.
+    resolve: Callable[[str], dist.ProcessGroup] = _resolve_process_group  # type: ignore[assignment]
+    return resolve
+
+
 def process_group_named(name: str) -> dist.ProcessGroup | None:
     """Return the process group of a name; ``""`` gives None, the default group.
 
@@ -62,12 +73,8 @@ def process_group_named(name: str) -> dist.ProcessGroup | None:
     """
     if not name:
         return None
-    from torch.distributed.distributed_c10d import _resolve_process_group
-
-    # The parameter is annotated as str until torch 2.12.
-    resolve: Callable[[str], dist.ProcessGroup] = _resolve_process_group  # type: ignore[assignment]
     try:
-        return resolve(name)
+        return _resolver()(name)
     except (RuntimeError, ValueError, LookupError) as error:
         raise GroupError(
             f"a process group must exist while it is used; got the name {name!r}, which no group "

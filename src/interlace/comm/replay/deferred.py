@@ -11,6 +11,9 @@ operands come again, ``Group.recall`` takes new memory and replays the graph tha
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
+import operator
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -57,12 +60,16 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> tor
         or torch._C._cuda_getDevice() != device.index
     ):
         return torch.empty(shape, dtype=dtype, device=device)
-    strides, elements = [], 1
-    for size in reversed(shape):
-        strides.append(elements)
-        elements *= size if size else 1
-    new: torch.Tensor = _empty_on_current_gpu(tuple(shape), tuple(reversed(strides)), dtype)
+    shape = tuple(shape)
+    new: torch.Tensor = _empty_on_current_gpu(shape, _strides(shape), dtype)
     return new
+
+
+@functools.lru_cache(maxsize=1024)  # asked for up to four times in every call
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor."""
+    sizes = (max(size, 1) for size in reversed(shape[1:]))
+    return (*itertools.accumulate(sizes, operator.mul, initial=1),)[::-1] if shape else ()
 
 
 def addresses(*memory: torch.Tensor) -> Hashable:

@@ -45,7 +45,7 @@ _MAX_CANDIDATES = 4096  # calls that came once and are captured when they come a
 _MOST_TEMPORARY_BYTES = 1 << 27  # of a call that may become a graph
 _MAX_REMEMBERED = 4096  # calls whose work is found by their operands alone
 _IDLE_RUNS = 16 * _MAX_GRAPHS  # runs of other calls after which a graph may make room
-_FIRST_TRY, _TRIES = 8, 4  # among calls with the same operands, what may become a graph
+_FIRST_TRY = _TRIES = 8  # among calls with the same operands, what may become a graph
 
 
 AgainCall = Callable[..., Any]
@@ -228,12 +228,11 @@ class Replays:
             return True
         key, copied = (work.key, work.where(*memory)), [memory[index] for index in work.copied]
         is_enqueued = self.run(key, enqueue, with_libraries=work.with_libraries, copied=copied)
-        if is_enqueued or operands is None or not work.is_of_operands:
-            return is_enqueued
-        replayable = self._graphs.get(self._key(key, work.with_libraries, copied))
-        if replayable is not None:
-            self._remember(operands, work, memory, replayable)
-        return False
+        if operands is not None and work.is_of_operands and self.may_replay():
+            replayable = self._graphs.get(self._key(key, work.with_libraries, copied))
+            if replayable is not None:
+                self._remember(operands, work, memory, replayable)
+        return is_enqueued
 
     def remembered(self, operands: Hashable) -> DeferredCall | None:
         """Return the work of a call with these operands that has been a graph; None if none has."""
@@ -260,9 +259,10 @@ class Replays:
 
         To make a graph takes the host 1 to 2 ms, as long as ten calls that are made by their form
         take longer than its replays; so it is tried when the operands have come 8 times. Where the
-        call's other memory is always elsewhere, no graph is ever found: so it is tried four times,
-        in which memory of two places has had two turns, and then when they have come 16, 32, 64
-        times and so on.
+        call's other memory is always elsewhere, no graph is ever found: so it is tried eight times,
+        in which memory of four places has come twice, and again from 16, 32, 64 times on and so on.
+        A result alone has two places where the program keeps the last one, and outputs that are
+        mapped have four.
         """
         if operands is None or (len(self._graphs) >= _MAX_GRAPHS and self._runs < self._full_until):
             return False
@@ -270,7 +270,8 @@ class Replays:
         if count == 1:
             _drop_oldest(self._seen, _MAX_CANDIDATES)
         self._seen[operands] = count
-        return count >= _FIRST_TRY and (count < _FIRST_TRY + _TRIES or count.bit_count() == 1)
+        since = count - (1 << (count.bit_length() - 1))  # a power of two
+        return count >= _FIRST_TRY and since < _TRIES
 
     def forget(self) -> None:
         """Remember no call any more, as ranks have agreed on another way to run some."""

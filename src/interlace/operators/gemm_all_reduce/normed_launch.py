@@ -284,11 +284,9 @@ def _again_of_any_rows(call: GemmCall, kernel: KernelOfWords) -> AgainCall | Non
         product = empty((rows, columns), dtype, device)
         # Looked up each time: peers that take the long way, or replay a capture, may use an older
         # workspace than the first call did.
-        arguments = (
-            _pushed_memory(group, name, rows, columns, dtype, mark)
-            | _norm_arguments(results, eps, bias, *vectors)
-            | {"part": product, "N": columns, "B": rows}
-        )
+        arguments = _pushed_memory(group, name, rows, columns, dtype, mark)
+        arguments |= _norm_arguments(results, eps, bias, *vectors)
+        arguments |= {"part": product, "N": columns, "B": rows}
         with group.launching():
             if x_scale is None:
                 torch.mm(x, w.t(), out=product)
@@ -459,13 +457,20 @@ def _norm_arguments(
     scale: torch.Tensor | None,
 ) -> dict[str, Any]:
     """Return those of a kernel's arguments that are a call's tensors."""
-    from interlace.operators.gemm_all_reduce.kernels.norm import NormInputs, NormOutputs
-
+    inputs, outputs = _norm_tuples()
     scales = results.scale if results.scale.numel() else None
     return {
-        "inputs": NormInputs(bias, residual, norm_weight, norm_bias, scale, eps),
-        "outputs": NormOutputs(results.y, results.residual, scales),
+        "inputs": inputs(bias, residual, norm_weight, norm_bias, scale, eps),
+        "outputs": outputs(results.y, results.residual, scales),
     }
+
+
+@functools.cache  # an import in each call takes longer than to make both
+def _norm_tuples() -> tuple[type[Any], type[Any]]:
+    """Return what holds a norm's inputs and what holds its outputs, whose module imports Triton."""
+    from interlace.operators.gemm_all_reduce.kernels.norm import NormInputs, NormOutputs
+
+    return NormInputs, NormOutputs
 
 
 def _row_columns(columns: int) -> int:

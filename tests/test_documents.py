@@ -469,26 +469,25 @@ def test_gains_on_the_first_page_are_those_that_were_measured() -> None:
     assert f"and {int(min(less))} to {int(max(less))} times less memory" in loss
 
     engines = _row("vLLM")
-    for text, sizes in (
-        (
-            "decoding {} % with 1 to 32 sequences",
-            [("decode_us", each) for each in ("1", "8", "32")],
-        ),
-        ("2000 and 4096 tokens {} %", [("prefill_ms", each) for each in ("2000", "4096")]),
-    ):
-        least, most = _less(_engines(*size) for size in sizes)
-        assert text.format(f"{least:.0f} to {most:.0f}") in engines
-    assert f"{100 * (_engines('new_ms') - 1):.0f} % *lost*" in engines
-    # Of so many tokens the host decides, and that of two machines is not the same.
-    (gain,) = _less([_engines("prefill_ms", "1000", file=_EARLIER_ENGINES)])[:1]
-    loss = 100 * (_engines("prefill_ms", "1000") - 1)
-    assert f"of 1000 from {gain:.0f} % to {loss:.0f} % *lost*" in engines
-    short = {
-        each["way"]: each["prefills"]["300"]["median_ms"]
-        for each in _results("exploration/2026-11-29-host-in-vllm-2xh200.json")
-        if each["model"] == "llama-70b"
-    }
-    assert f"of 300 [{100 * (short['with'] / short['without'] - 1):.0f} % *lost*]" in engines
+    least, most = _less(_engines("decode_us", each) for each in ("1", "8", "32"))
+    assert f"decoding {least:.0f} to {most:.0f} % with 1 to 32 sequences" in engines
+    host = "2026-11-30-vllm_engine-host-2xh200-{}.json".format
+    prefill = functools.partial(_engines, "prefill_ms")
+
+    def of_70b(*lengths: str) -> tuple[float, float]:
+        known = [prefill(each, file=host("llama-70b")) for each in lengths]
+        other = [prefill(each) for each in lengths if each in ("1000", "2000", "4096")]
+        return _less(known + other)
+
+    least, most = of_70b("2000", "4096")
+    assert f"2000 and 4096 tokens {least:.0f} to {most:.0f} %" in engines
+    least, most = of_70b("300", "600", "1000")
+    assert f"of 300 to 1000 from {most:.0f} % to {-least:.0f} % *lost*" in engines
+    assert f"of new lengths {100 * (_engines('new_ms') - 1):.0f} % *lost*" in engines
+    of_8b = functools.partial(prefill, file=host("qwen3-8b"))
+    least, most = _less(of_8b(each) for each in ("1000", "2000", "4096"))
+    assert f"from 1000 tokens on {least:.0f} to {most:.0f} %" in engines
+    assert f"[up to {-_less([of_8b('300')])[0]:.0f} % *lost*]" in engines
 
     file = "2026-11-29-sglang_engine-2xh200.json"
     decoding = [_engines("decode_us", each, file=file) for each in ("1", "8", "32", "128")]
@@ -510,9 +509,6 @@ def test_gains_on_the_first_page_are_those_that_were_measured() -> None:
     row = _row("float8")
     assert f" {least:.0f} to {most:.0f} % in {len(ratios) - 1} cases" in row
     assert f"{100 * (ratios[-1] - 1):.0f} % *lost* in one" in row
-
-
-_EARLIER_ENGINES = "2026-11-28-vllm_engine-2xh200-llama-70b.json"
 
 
 def _engines(*keys: str, file: str = "2026-11-29-vllm_engine-2xh200-llama-70b.json") -> float:

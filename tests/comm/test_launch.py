@@ -10,6 +10,7 @@ import pickle
 import signal
 import sys
 import tempfile
+import threading
 import time
 import types
 from concurrent.futures import ThreadPoolExecutor
@@ -280,21 +281,32 @@ def test_a_launch_ends_after_its_time(temporary):
     assert time.monotonic() - start < 100
 
 
+_SECONDS = "must be above 0 and below a million seconds"
+
+
 @pytest.mark.parametrize(
     ("worker", "options", "message"),
     [
         (None, {}, "worker must be a function; got None."),
         (_never, {"nodes": 1.0}, "nodes must be a number that divides the 2 ranks; got 1.0."),
         (_never, {"nodes": "2"}, "nodes must be a number that divides the 2 ranks; got '2'."),
-        (_never, {"timeout_s": "9"}, "timeout_s must be seconds above 0, or None; got '9'."),
-        (_never, {"timeout_s": math.nan}, "timeout_s must be seconds above 0, or None; got nan."),
-        (_never, {"join_timeout_s": 0}, "join_timeout_s must be seconds above 0, or None; got 0."),
+        (_never, {"timeout_s": "9"}, f"timeout_s {_SECONDS}; got '9'."),
+        (_never, {"timeout_s": math.nan}, f"timeout_s {_SECONDS}; got nan."),
+        (_never, {"join_timeout_s": 0}, f"join_timeout_s {_SECONDS}; got 0."),
+        (_never, {"join_timeout_s": math.inf}, f"join_timeout_s {_SECONDS}; got inf."),
     ],
 )
 def test_arguments_of_a_wrong_type_are_named(worker, options, message):
     with pytest.raises(ArgumentError) as caught:
         interlace.launch(worker, 2, backend="cpu", **options)
     assert str(caught.value) == f"launch: {message}"
+
+
+def test_an_argument_that_cannot_be_pickled_is_an_error_before_any_rank_starts():
+    with pytest.raises(
+        ArgumentError, match=r"^launch: arguments of the worker must be picklable; "
+    ):
+        interlace.launch(_never, 2, threading.Lock(), backend="cpu")
 
 
 @pytest.mark.parametrize(

@@ -491,6 +491,7 @@ def _refused() -> list[Any]:
         error_of(bags, indices),
         error_of(bags, indices, offsets[:-1]),
         error_of(bags, indices.float(), offsets),
+        error_of(bags, indices, offsets.float()),
         error_of(bags, indices[:-1], offsets),
         error_of(bags, indices, offsets.flip(0)),
         error_of(bags, indices, offsets, weights[:-1]),
@@ -511,7 +512,7 @@ def _refused() -> list[Any]:
 
 
 def test_rejected(ranks: Any) -> None:
-    kinds = ["ArgumentError"] * 13 + ["RankMismatchError"] * 2
+    kinds = ["ArgumentError"] * 14 + ["RankMismatchError"] * 2
     messages = [
         (
             "ShardedEmbeddingBags: offsets must be given unless every table has a bag_length; got "
@@ -519,6 +520,7 @@ def test_rejected(ranks: Any) -> None:
         ),
         "ShardedEmbeddingBags: offsets must be [3 * samples + 1] for 3 tables; got [6].",
         "ShardedEmbeddingBags: indices must be 1-D int32 or int64; got ",
+        "ShardedEmbeddingBags: offsets must be int32 or int64; got torch.float32.",
         "ShardedEmbeddingBags: offsets must rise from 0 to the number of indices, ",
         "ShardedEmbeddingBags: offsets must rise from 0 to the number of indices, ",
         "ShardedEmbeddingBags: per_sample_weights must have one weight an index; got ",

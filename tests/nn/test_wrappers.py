@@ -288,6 +288,9 @@ def _computed() -> dict[str, Any]:
     facts["norm"] = float(get_total_norm([up.parametrizations.weight.original.grad]))
     experts.load_state_dict(experts.state_dict())
     facts["refused"] = [error_of(unsharded_state_dict, each) for each in (up, experts, pruned)]
+    named = ColumnParallelLinear(4, 8)
+    named.weight_scale = nn.Parameter(torch.ones(1))
+    facts["kept"] = {key: list(each.shape) for key, each in unsharded_state_dict(named).items()}
     return facts
 
 
@@ -296,6 +299,7 @@ def test_parameters_that_are_computed_from_others(ranks: Any) -> None:
     first, second = ranks(2).run(_computed)
     assert first["norm"] == second["norm"] > 0
     for facts in (first, second):
+        assert facts["kept"] == {"weight": [8, 4], "bias": [8], "weight_scale": [1]}
         for (kind, message, _), name in zip(
             facts["refused"], ("weight", "w_in", "weight"), strict=True
         ):

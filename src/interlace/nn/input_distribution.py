@@ -169,6 +169,8 @@ class InputDistribution(GroupMember):
                 f"{_NAME}: indices must be 1-D int32 or int64; got {list(indices.shape)} "
                 f"{indices.dtype}."
             )
+        if offsets is not None and offsets.dtype not in (torch.int32, torch.int64):
+            raise ArgumentError(f"{_NAME}: offsets must be int32 or int64; got {offsets.dtype}.")
         if self.fixed is not None:
             samples, remainder = divmod(indices.numel(), sum(self.fixed))
             if remainder:

@@ -637,8 +637,10 @@ def _require_own_parameters(name: str, layer: ShardHolder) -> None:
     known.
     """
     for key in layer._sharded():
-        # Older utilities than parametrizations make weight_v or weight_orig of weight.
-        is_older = any(other.startswith(f"{key}_") for other in layer._parameters)
+        # Older utilities than parametrizations put weight_v or weight_orig in the place of weight.
+        is_older = key not in layer._parameters and any(
+            other.startswith(f"{key}_") for other in layer._parameters
+        )
         if is_older or parametrize.is_parametrized(layer, key):
             raise ArgumentError(
                 "unsharded_state_dict: parameters of which ranks hold shards must not be computed "

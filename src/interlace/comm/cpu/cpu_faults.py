@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import math
+import numbers
 import os
 import random
 import signal
@@ -77,7 +79,8 @@ class Faults:
         die_after_puts: Number of puts after which the process kills itself; None: it does not.
 
     Raises:
-        ArgumentError: ``max_delay_s`` or ``die_after_puts`` is negative.
+        ArgumentError: ``seed`` is no whole number, or ``max_delay_s`` or ``die_after_puts`` is none
+            from 0 on.
     """
 
     seed: int = 0
@@ -86,10 +89,15 @@ class Faults:
     die_after_puts: int | None = None
 
     def __post_init__(self) -> None:
-        if self.max_delay_s < 0:
-            raise ArgumentError(f"max_delay_s must not be negative; got {self.max_delay_s}.")
-        if self.die_after_puts is not None and self.die_after_puts < 0:
-            raise ArgumentError(f"die_after_puts must not be negative; got {self.die_after_puts}.")
+        if not isinstance(self.seed, numbers.Integral):
+            raise ArgumentError(f"Faults: seed must be a whole number; got {self.seed!r}.")
+        delay, puts = self.max_delay_s, self.die_after_puts
+        if not isinstance(delay, numbers.Real) or not 0 <= delay < math.inf:
+            raise ArgumentError(f"Faults: max_delay_s must be seconds from 0 on; got {delay!r}.")
+        if puts is not None and not (isinstance(puts, numbers.Integral) and puts >= 0):
+            raise ArgumentError(
+                f"Faults: die_after_puts must be a whole number from 0 on, or None; got {puts!r}."
+            )
 
 
 class World(Protocol):
@@ -147,7 +155,13 @@ def world() -> World | None:
 
 @contextlib.contextmanager
 def inject(faults: Faults) -> Iterator[None]:
-    """Inject ``faults`` into every kernel that this process runs within the context."""
+    """Inject ``faults`` into every kernel that this process runs within the context.
+
+    Raises:
+        ArgumentError: ``faults`` are no :class:`Faults`.
+    """
+    if not isinstance(faults, Faults):
+        raise ArgumentError(f"inject: faults must be interlace.Faults; got {faults!r}.")
     previous = _state.faults, _state.random, _state.puts
     _state.faults, _state.random, _state.puts = faults, random.Random(faults.seed), 0
     try:

@@ -28,7 +28,7 @@ from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-d
 from interlace.cache_folder import write_whole
 from interlace.comm.host.nodes import NODES_VARIABLE
 from interlace.comm.host.rendezvous import meet
-from interlace.comm.runtime.deadlines import NEVER
+from interlace.comm.runtime.deadlines import NEVER, checked_deadline_s
 from interlace.environment import changed, whole_number
 from interlace.errors import ArgumentError, BackendError, LaunchError, PeerTimeoutError
 
@@ -83,7 +83,7 @@ def launch(
             and the other ranks are ended), or no process can be started for the worker.
         BackendError: The backend is cuda and there is no GPU.
         ArgumentError: The worker, the world size, the backend, the number of nodes or a time is
-            invalid.
+            invalid, or arguments of the worker cannot be pickled.
     """
     if not callable(worker):
         raise ArgumentError(f"launch: worker must be a function; got {worker!r}.")
@@ -99,11 +99,8 @@ def launch(
             f"launch: nodes must be a number that divides the {world_size} ranks; got {nodes!r}."
         )
     for name, seconds in (("timeout_s", timeout_s), ("join_timeout_s", join_timeout_s)):
-        # Written so that NaN is refused, with which a wait would never end.
-        if seconds is not None and not (isinstance(seconds, numbers.Real) and seconds > 0):
-            raise ArgumentError(
-                f"launch: {name} must be seconds above 0, or None; got {seconds!r}."
-            )
+        if seconds is not None:
+            checked_deadline_s(seconds, f"launch: {name}")
     declared = {} if nodes is None else {NODES_VARIABLE: str(nodes)}
     if dist.is_initialized() or {"RANK", "WORLD_SIZE"} <= os.environ.keys():
         with changed(declared):
@@ -116,13 +113,18 @@ def launch(
         raise BackendError("launch: backend cuda must have a GPU; got none. Use backend='cpu'.")
     with tempfile.TemporaryDirectory(prefix="interlace-") as folder:  # readable by this user only
         with changed(_child_environment(backend) | declared):
-            processes = mp.start_processes(
-                _child,
-                args=(worker, world_size, args, backend, folder),
-                nprocs=world_size,
-                join=False,
-                start_method="spawn",
-            )
+            try:
+                processes = mp.start_processes(
+                    _child,
+                    args=(worker, world_size, args, backend, folder),
+                    nprocs=world_size,
+                    join=False,
+                    start_method="spawn",
+                )
+            except (pickle.PicklingError, AttributeError, TypeError) as error:  # before any starts
+                raise ArgumentError(
+                    f"launch: arguments of the worker must be picklable; got {error}."
+                ) from error
         assert processes is not None
         _wait(processes, None if timeout_s is None else time.monotonic() + timeout_s, Path(folder))
         return [_result_of(rank, Path(folder)) for rank in range(world_size)]

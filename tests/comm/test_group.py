@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import interlace
-from interlace import ArgumentError, BackendError, Faults
+from interlace import ArgumentError, BackendError
 from interlace.comm.groups import group as group_module
 from tests.errors import error_of
 
@@ -149,9 +149,3 @@ def test_an_unknown_backend_in_the_environment(monkeypatch):
 def test_an_unknown_device():
     with pytest.raises(BackendError, match=r"^a group's device must be cuda or cpu; got meta\.$"):
         interlace.group_of(device="meta")
-
-
-@pytest.mark.parametrize(("name", "value"), [("max_delay_s", -0.1), ("die_after_puts", -1)])
-def test_faults_that_cannot_be(name, value):
-    with pytest.raises(ArgumentError, match=rf"^{name} must not be negative; got {value}\.$"):
-        Faults(**{name: value})

@@ -16,7 +16,8 @@ class _Kernel:
 
     def __init__(self, *arg_names: str, interpreted: bool = False) -> None:
         self.arg_names = [*arg_names]
-        self.compiled, self.launched = 0, []  # type: ignore[var-annotated]
+        self.compiled, self.told, self.launched = 0, 0, []  # type: ignore[var-annotated]
+        self.function, self.packed_metadata = 5, (4, 1, 0)
         self.options: list[dict[str, Any]] = []
         self._interpreted = interpreted
 
@@ -26,18 +27,30 @@ class _Kernel:
             self.options.append(options)
             return None if self._interpreted else self
 
-        def launch(*arguments: Any) -> None:
+        def launch(*arguments: Any, stream: int) -> None:
             self.launched.append((grid, arguments))
+            self.told += 1
 
         return call if len(grid) == 1 else launch
+
+    def run(self, *arguments: Any) -> None:
+        """Stand for what Triton's ``compiled[grid]`` calls behind its own steps."""
+        grid, (stream, function, metadata) = arguments[:3], arguments[3:6]
+        assert (stream, function, metadata) == (STREAM, self.function, self.packed_metadata)
+        assert arguments[6:9] == (None, None, None), "nothing for hooks"
+        self.launched.append((grid, arguments[9:]))
 
     def warmup(self, *arguments: Any, grid: tuple[int, ...], **options: Any) -> Any:
         return self[grid](*arguments, **options)
 
 
+STREAM = 11
+
+
 @pytest.fixture(autouse=True)
 def _nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "_compiled", {})
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: STREAM, raising=False)
 
 
 def test_constants_follow_the_arguments_in_the_kernels_order() -> None:
@@ -47,6 +60,26 @@ def test_constants_follow_the_arguments_in_the_kernels_order() -> None:
     launch()
     assert kernel.compiled == 1
     assert kernel.launched == [((3, 1, 1), (None, 5, 6, 7))]
+
+
+@pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
+def test_hooks_are_told_of_each_launch(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Profilers such as Proton add to Triton's hooks, or set them."""
+    runtime = kernels._triton_runtime()
+    kernel = _Kernel("x")
+    launch = Launch(kernel, (3,), {"x": 1}, {})
+    launch()
+    launch()
+    assert kernel.told == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(runtime, name, lambda metadata: None)
+        launch()
+    chain = getattr(runtime, name)
+    monkeypatch.setattr(chain, "calls", [lambda metadata: None])
+    launch()
+    assert kernel.told == 2
+    monkeypatch.undo()
+    assert [grid for grid, _ in kernel.launched] == [(3, 1, 1)] * 3
 
 
 def test_products_are_added_without_a_rounding_whatever_tritons_default_is() -> None:

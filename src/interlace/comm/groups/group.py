@@ -452,16 +452,16 @@ def group_of(
 
 def known_group(process_group: dist.ProcessGroup | None, device: torch.device) -> Group | None:
     """Return the :class:`Group` of a process group, or None before its first call."""
-    if not dist.is_available():
-        return None
     if process_group is None:
         substitute: Group | None = default_group.get()
         if substitute is not None:
             return substitute
-        process_group = dist.group.WORLD
-    if not isinstance(process_group, dist.ProcessGroup):
+        process_group = dist.group.WORLD if dist.is_available() else None
+    # What a caller has given may be anything; it is refused later.
+    if process_group is None or not isinstance(process_group, dist.ProcessGroup):
         return None
-    return _groups.get(process_group, {}).get(device)
+    groups = _groups.get(process_group)
+    return None if groups is None else groups.get(device)
 
 
 def known_nodes(process_group: dist.ProcessGroup | None) -> int | None:

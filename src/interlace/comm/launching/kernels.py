@@ -86,7 +86,8 @@ class Launch:
         launches.value += 1
         if found is not None:
             compiled, constants = found
-            compiled[(*self.grid, 1, 1)](*values, *constants)
+            stream = torch._C._cuda_getCurrentRawStream(key[1])
+            _enqueue(compiled, self.grid[0], stream, (*values, *constants))
             return
         try:
             with _shortcuts(), kernel_folder.ours():
@@ -122,10 +123,9 @@ class Launch:
 
         def launch(programs: int, arguments: Mapping[str, Any]) -> None:
             values = _in_order(kernel, arguments, names)
-            # Triton asks for the device and its stream by slower ways.
             stream = torch._C._cuda_getCurrentRawStream(device)
             launches.value += 1
-            compiled[(programs, 1, 1)](*values, *constants, stream=stream)
+            _enqueue(compiled, programs, stream, (*values, *constants))
 
         return launch
 
@@ -134,6 +134,31 @@ class Launch:
         values = _in_order(self.kernel, self.arguments, self.constants)
         with kernel_folder.ours():
             return self.kernel.warmup(*values, grid=self.grid, **self.constants, **COMPILED_WITH)
+
+
+def _enqueue(compiled: Any, programs: int, stream: int, values: tuple[Any, ...]) -> None:
+    """Enqueue a compiled kernel that has run before.
+
+    Triton prepares what hooks are to be told, and calls them, in each launch; most of the time
+    there are none. It also asks for the device and its stream by slower ways.
+    """
+    runtime = _triton_runtime()
+    before, after = runtime.launch_enter_hook, runtime.launch_exit_hook
+    if getattr(before, "calls", before) or getattr(after, "calls", after):
+        compiled[(programs, 1, 1)](*values, stream=stream)
+        return
+    compiled.run(
+        programs, 1, 1, stream, compiled.function, compiled.packed_metadata,
+        None, None, None, *values,
+    )  # fmt: skip
+
+
+@functools.cache  # an import takes longer than what it finds
+def _triton_runtime() -> Any:
+    """Return Triton's settings of launches."""
+    from triton import knobs
+
+    return knobs.runtime
 
 
 def compile_ahead(launches: Iterable[Launch], device: torch.device) -> Callable[[], None]:
@@ -179,7 +204,9 @@ def _shortcuts() -> contextlib.AbstractContextManager[None]:
 
 
 def _key(launch: Launch, values: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return all that Triton may compile a launch for, whose arguments in order are ``values``."""
+    """Return all that Triton may compile a launch for, whose arguments in order are ``values``;
+    second the index of the current GPU.
+    """
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else -1
     return (id(launch.kernel), device, *map(_kind, values), *launch.constants.items())
 

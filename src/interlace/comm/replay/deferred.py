@@ -72,6 +72,16 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return (*itertools.accumulate(sizes, operator.mul, initial=1),)[::-1] if shape else ()
 
 
+def empty_rows_on(device: torch.device) -> Callable[[int, int, torch.dtype], torch.Tensor]:
+    """Return what makes ``[rows, columns]`` of a dtype as :func:`empty` does, for calls that have
+    made sure that the device is torch's current GPU.
+    """
+    new = _empty_on_current_gpu
+    if new is None or device.type != "cuda":
+        return lambda rows, columns, dtype: torch.empty((rows, columns), dtype=dtype, device=device)
+    return lambda rows, columns, dtype: new((rows, columns), (columns, 1), dtype)
+
+
 def addresses(*memory: torch.Tensor) -> Hashable:
     """Return where tensors lie."""
     return tuple(tensor.data_ptr() for tensor in memory)

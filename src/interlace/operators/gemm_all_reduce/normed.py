@@ -177,9 +177,6 @@ _library = torch.library.Library("interlace", "FRAGMENT")
 _library.define(f"{_NAME}{_SCHEMA}", tags=OPERATOR_TAGS)
 
 
-_TENSORS = 0, 1, 2, 5
-"""The places of residual, norm_weight, norm_bias and scale behind x, w and bias."""
-
 # Behind x, w and bias come an epilogue's arguments, and then both scales, the group's name, the
 # implementation and the configuration.
 _OTHERS = 5
@@ -233,7 +230,7 @@ def _known_call(
     is_many = rows > MOST_NORMED_ROWS
     if residual is not None and residual.shape != (rows, columns):
         return None
-    if is_many and not _is_of_any_rows(x_scale, rows):
+    if is_many and x_scale is not None and not _is_of_any_rows(x_scale, rows):
         return None
     key: list[Hashable] = [
         _NAME, None if is_many else rows, impl, norm, eps, out_dtype, block_scales, x.shape[1],
@@ -255,8 +252,9 @@ def _known_call(
         elif not tensor.is_contiguous():
             return None
         else:
-            width, address = tensor.shape[-1] if tensor.dim() else 0, tensor.data_ptr()
-            key += (width, tensor.dim(), tensor.dtype, tensor.get_device(), address % 16)
+            shape, address = tensor.shape, tensor.data_ptr()
+            width, dims = (shape[-1], len(shape)) if shape else (0, 0)
+            key += (width, dims, tensor.dtype, tensor.get_device(), address % 16)
             addresses.append(address)
     if x_scale is not None:
         if not (has_wide_rows(x_scale) or x_scale.is_contiguous()):
@@ -266,11 +264,11 @@ def _known_call(
     return tuple(key), None if is_many else tuple(addresses)
 
 
-def _is_of_any_rows(x_scale: torch.Tensor | None, rows: int) -> bool:
+def _is_of_any_rows(x_scale: torch.Tensor, rows: int) -> bool:
     """Return whether what scales x is known from the number of its rows: one number, or one row of
     numbers for each.
     """
-    return x_scale is None or x_scale.numel() == 1 or x_scale.shape[0] == rows
+    return x_scale.numel() == 1 or x_scale.shape[0] == rows
 
 
 def _recalled(
@@ -290,10 +288,9 @@ def _recalled(
     """
     if group is None or ranges.is_listening():
         return None
-    tensors = [arguments[index] for index in _TENSORS]
     form, addresses = known
-    *_, x_scale, w_scale, _, _, _ = arguments
-    operands = x, w, bias, x_scale, w_scale, *tensors
+    residual, norm_weight, norm_bias, _, _, scale, _, _, x_scale, w_scale, *_ = arguments
+    operands = x, w, bias, x_scale, w_scale, residual, norm_weight, norm_bias, scale
     results: _Results | None = (
         group.recall_form(form, None, *operands)
         if addresses is None

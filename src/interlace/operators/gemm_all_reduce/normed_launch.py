@@ -19,7 +19,7 @@ from interlace.comm.launching.kernels import (
     known_factor,
     processors,
 )
-from interlace.comm.replay.deferred import DeferredCall, New, PerformedCall, Shaped, empty
+from interlace.comm.replay.deferred import DeferredCall, New, PerformedCall, Shaped, empty_rows_on
 from interlace.comm.replay.replays import AgainCall
 from interlace.comm.runtime.interpreter import require
 from interlace.gemm.call import GemmCall
@@ -263,7 +263,7 @@ def _again_of_any_rows(call: GemmCall, kernel: KernelOfWords) -> AgainCall | Non
     relaunch = None if kernel.launch is None else kernel.launch.again()
     if relaunch is None or family is None:
         return None
-    eps, take = epilogue.eps, _results_of_any_rows(call)
+    eps, take, new = epilogue.eps, _results_of_any_rows(call), empty_rows_on(device)
     # Memory that must grow is for the long way.
     name, most_rows = call.operator.name, next_power_of_2(operands.rows)
 
@@ -281,7 +281,7 @@ def _again_of_any_rows(call: GemmCall, kernel: KernelOfWords) -> AgainCall | Non
         if rows > most_rows:
             return None
         results, mark = take(rows), family.mark(rows)
-        product = empty((rows, columns), dtype, device)
+        product = new(rows, columns, dtype)
         # Looked up each time: peers that take the long way, or replay a capture, may use an older
         # workspace than the first call did.
         arguments = _pushed_memory(group, name, rows, columns, dtype, mark)
@@ -293,7 +293,7 @@ def _again_of_any_rows(call: GemmCall, kernel: KernelOfWords) -> AgainCall | Non
             else:
                 operands = Operands(x, w, None, x_scale, w_scale, dtype)
                 multiply_into(product, operands.all_rows(), operands.weight(), None)
-            relaunch(_pushing_programs(product, group), arguments)
+            relaunch(_pushing_programs(rows, group), arguments)
         return results
 
     return again
@@ -308,13 +308,11 @@ def _results_of_any_rows(call: GemmCall) -> Callable[[int], Normed]:
     shapes = epilogue.result_shapes(1, columns, dtype)
     (_, y_dtype), (_, total_dtype), (scale_shape, scale_dtype) = shapes
     has_scales, row_scales = len(scale_shape) == 2, scale_shape[-1]
-    no_scales = torch.empty(0, dtype=scale_dtype, device=device)
+    no_scales, new = torch.empty(0, dtype=scale_dtype, device=device), empty_rows_on(device)
 
     def take(rows: int) -> Normed:
-        y = empty((rows, columns), y_dtype, device)
-        total = empty((rows, columns), total_dtype, device)
-        scales = empty((rows, row_scales), scale_dtype, device) if has_scales else no_scales
-        return Normed(y, total, scales)
+        y, total = new(rows, columns, y_dtype), new(rows, columns, total_dtype)
+        return Normed(y, total, new(rows, row_scales, scale_dtype) if has_scales else no_scales)
 
     return take
 
@@ -505,7 +503,8 @@ def _sum_rows(
         "FORM": _form(call, 1),
         "num_warps": _row_warps(columns),
     }
-    return Launch(sum_and_norm_rows, (_pushing_programs(product, group),), arguments, constants)
+    programs = _pushing_programs(len(product), group)
+    return Launch(sum_and_norm_rows, (programs,), arguments, constants)
 
 
 def _pushed_memory(
@@ -568,11 +567,11 @@ def fused_reservation(call: GemmCall) -> Reservation:
     return lamport_reservation(call, "fused", _fused_slot_bytes(call))
 
 
-def _pushing_programs(product: torch.Tensor, group: Group) -> int:
+def _pushing_programs(rows: int, group: Group) -> int:
     """Return the programs of the kernel that exchanges a product's rows: one for each row, and one
     behind them that finds out whether the ranks are in the same call.
     """
-    return min(len(product), CPU_PROGRAMS if group.backend == "cpu" else _MOST_PUSHING) + 1
+    return min(rows, CPU_PROGRAMS if group.backend == "cpu" else _MOST_PUSHING) + 1
 
 
 def _fused(call: GemmCall, results: Normed, memory: dict[str, Any]) -> Launch:

@@ -182,7 +182,7 @@ def test_bytes_of_a_librarys_collective(collective: str, expected: int) -> None:
         ({"further_message_us": -1}, "a network's further_message_us must be at least 0"),
         ({"spread": -0.1}, "a network's spread must be at least 0"),
         ({"collective_factors": [["all_gather", 0]]}, "a network's collective_factors must be"),
-        ({"speed": 1}, "a network must have the fields of NetworkRates"),
+        ({"speed": 1}, "a network must have the fields network, source, "),
     ],
 )
 def test_a_profile_whose_network_is_none(change: dict[str, object], message: str) -> None:

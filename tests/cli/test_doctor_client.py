@@ -14,6 +14,7 @@ from typer.testing import CliRunner, Result
 from interlace.cli import client_memory, doctor_client
 from interlace.cli.app import app
 from interlace.clients import CLIENTS, VersionThatRan
+from interlace.errors import ArgumentError
 from interlace.gemm.implementations import outputs
 
 LIMIT = "INTERLACE_MAX_WORKSPACE"
@@ -155,6 +156,13 @@ def test_more_tokens_take_no_less_memory() -> None:
         ]
         assert [each.most for each in found] == sorted(each.most for each in found)
         assert all(0 < each.first <= each.most for each in found)
+
+
+@pytest.mark.parametrize("ranks", [1, 16])
+def test_groups_that_no_operator_takes_have_no_memory_of_a_model(ranks: int) -> None:
+    """A rank alone was said to hold 82 MiB, and each of sixteen 2.65 GiB."""
+    with pytest.raises(ArgumentError, match=f"must be from 2 to 8 ranks; got {ranks}"):
+        client_memory.memory_of(CLIENTS["vllm"], "llama3-70b", 8192, ranks, "h200", torch.bfloat16)
 
 
 def test_a_group_keeps_as_many_mapped_outputs_as_are_counted() -> None:

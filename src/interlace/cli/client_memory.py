@@ -7,6 +7,7 @@ import dataclasses
 import torch
 
 from interlace.cli.gpus import choice_on, gpu_named
+from interlace.cli.options import MOST_RANKS
 from interlace.clients import Client
 from interlace.comm.groups.reservation import GPU_GRANULARITY, MappedSize, Reservation
 from interlace.costs.models import EmbeddingModel, LayerProduct, find_model
@@ -51,7 +52,7 @@ def memory_of(
 
     Raises:
         ArgumentError: There is no such model or GPU, it is no transformer, or ranks do not divide
-            what they share.
+            what they share, or no operator takes so many.
     """
     described, device = find_model(model), gpu_named(gpu)
     if isinstance(described, EmbeddingModel) or not client.operators:
@@ -59,6 +60,8 @@ def memory_of(
             f"--model must be a transformer, of a client that runs those; got {model!r} for "
             f"{client.name}. docs/costs.md has formulas for tables."
         )
+    if not 2 <= ranks <= MOST_RANKS:
+        raise ArgumentError(f"--world-size must be from 2 to {MOST_RANKS} ranks; got {ranks}.")
     products = described.layer_products(ranks)
     # An operator that shares rows out takes numbers that the ranks divide.
     least = 1 if _NORMED in client.operators else ranks

@@ -210,6 +210,17 @@ _OTHER_STRUCTURES = (
 differ.
 """
 
+_DEFAULTS_OF_THEIR_OWN = {
+    "mistral": ("kv_heads",),
+    "mixtral": ("kv_heads", "experts"),
+    "qwen2": ("kv_heads",),
+    "qwen3": ("kv_heads", "head_dim"),
+    "qwen3_moe": ("kv_heads", "experts"),
+}
+"""Sizes that a configuration of a ``model_type`` must have, as transformers' defaults for them are
+numbers, not as many heads of keys and values as of queries, nor no experts.
+"""
+
 _MOST = 2**20
 """The largest size of a model: with more, a weight has more bytes than an int64 counts."""
 
@@ -220,6 +231,8 @@ def _listed(text: str) -> Model | EmbeddingModel:
     """Return the model that a list of sizes describes."""
     parts = [part.partition("=") for part in text.split(",")]
     values = {key.strip(): value.strip() for key, _, value in parts}
+    if len(values) < len(parts):
+        raise ArgumentError(f"--model: a size must be given once; got {shortened(text)}.")
     kind: type[Model | EmbeddingModel] = EmbeddingModel if "tables" in values else Model
     sizes = [field.name for field in dataclasses.fields(kind)][1:]
     keys = {size: "inner" if size == "intermediate" else size for size in sizes}
@@ -267,6 +280,12 @@ def _configured(path: Path) -> Model:
         for size, names in _MODEL_KEYS.items()
     }
     numbers = {key: document.get(key) for key in keys.values() if key in given}
+    for size in _DEFAULTS_OF_THEIR_OWN.get(document.get("model_type", ""), ()):
+        if keys[size] not in given:
+            names = " or ".join(_MODEL_KEYS[size])
+            raise ConfigError(
+                f"{path}: {names} must be there, as {kind} has a default of its own; got none."
+            )
     name = path.parent.name if path.name == "config.json" else path.stem
     model = _built(Model, name, str(path), keys, numbers)
     assert isinstance(model, Model)
@@ -288,7 +307,7 @@ def _built(
         values: What it has, by these words.
 
     Raises:
-        ConfigError: A size is missing, or is no positive whole number.
+        ConfigError: A size is missing, is no positive whole number, or does not fit another one.
     """
     sizes: dict[str, Any] = {}
     for size, key in keys.items():
@@ -310,4 +329,14 @@ def _built(
                 f"{sizes['hidden']} and {sizes['heads']}. Or give head_dim."
             )
         sizes.setdefault("head_dim", sizes["hidden"] // sizes["heads"])
+        if sizes["heads"] % sizes["kv_heads"]:
+            raise ConfigError(
+                f"{subject}: {keys['heads']} must be a multiple of {keys['kv_heads']}, whose heads "
+                f"they share; got {sizes['heads']} and {sizes['kv_heads']}."
+            )
+        if "experts" in sizes and sizes["top_k"] > sizes["experts"]:
+            raise ConfigError(
+                f"{subject}: {keys['top_k']} must be at most {keys['experts']}; got "
+                f"{sizes['top_k']} and {sizes['experts']}."
+            )
     return kind(name, **sizes)

@@ -20,6 +20,7 @@ from typing import Any
 from interlace.costs.registry import NetworkCost
 from interlace.documents import read_json
 from interlace.errors import ConfigError
+from interlace.units import shortened
 
 Times = Sequence[tuple[int, float]]
 """Measured times: bytes that each rank sends and receives, and microseconds; bytes ascending."""
@@ -402,6 +403,12 @@ def parse_network(values: dict[str, Any]) -> NetworkRates:
         )
     try:
         known = {name: values[name] for name in values if name not in _NO_LONGER_READ}
+        fields = [field.name for field in dataclasses.fields(NetworkRates)]
+        if not set(fields[:-3]) <= known.keys() <= set(fields):
+            raise ConfigError(
+                f"a network must have the fields {', '.join(fields)}, of which the last three may "
+                f"be missing; got {shortened(', '.join(known))}."
+            )
         return NetworkRates(**known)
     except ConfigError:
         raise

@@ -60,8 +60,8 @@ MUTANTS = [
     ),
     # cli
     Mutant(
-        "interlace/cli/explain_model.py",
-        "world_size=_NORM_RANKS)",
+        "interlace/cli/gpus.py",
+        "world_size=2)",
         "world_size=call.world_size)",
         "cli/test_explain_model.py::test_a_norm_takes_the_same_time_behind_any_sum",
     ),

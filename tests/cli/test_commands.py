@@ -160,6 +160,7 @@ def test_explain_guesses_by_data_sheets() -> None:
             "; got 'voodoo'. `interlace tune machine",
         ),
         (["gemm_all_reduce", "8x8"], "must be MxNxK"),
+        (["gemm_all_reduce", "8x8x8", "--nodes", "5"], "--nodes must be at most the 4 ranks"),
     ],
 )
 def test_what_explain_refuses(arguments: list[str], message: str) -> None:

@@ -12,6 +12,7 @@ import yaml
 from typer.testing import CliRunner, Result
 
 from interlace.cli.app import app
+from interlace.costs.datasheets import DATASHEETS
 from interlace.costs.models import EmbeddingModel, Model, explained_models, find_model
 from interlace.errors import ArgumentError
 
@@ -101,6 +102,50 @@ def test_a_norm_takes_the_same_time_behind_any_sum(tmp_path: Path) -> None:
         norms.append(down["pair_us"] - min(times_us["unfused"], times_us["symm_mem"]))
     assert norms[0] == pytest.approx(norms[1])
     assert 20 < norms[0] < 60
+
+
+@pytest.mark.parametrize("gpu", ["h200", "l40s"])
+def test_a_single_call_with_a_norm_is_no_faster_than_its_sum(tmp_path: Path, gpu: str) -> None:
+    """Eight L40S were predicted to take 245 us for sums that their links need 459 us for, and eight
+    H200s an eighth of the pair's time.
+    """
+    where = ("--gpu", gpu, "-n", 8)
+    shapes = ("4096x8192x1024", "256x16384x2048")
+    normed, summed = (
+        document(tmp_path, operator, *shapes, *where)["calls"]
+        for operator in ("gemm_all_reduce_norm", "gemm_all_reduce")
+    )
+    for with_norm, alone in zip(normed, summed, strict=True):
+        times_us, sum_us = with_norm["times_us"], alone["times_us"]
+        assert times_us["gemm"] >= min(sum_us.values())
+        assert sum_us["unfused"] < times_us["unfused"] < 4 * times_us["gemm"]
+    printed = explain("gemm_all_reduce_norm", shapes[0], *where).output
+    alone = explain("gemm_all_reduce", shapes[0], *where).output
+    links = [line for line in alone.splitlines() if "the links alone" in line]
+    assert links[0].split() in [line.split() for line in printed.splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("operator", "rows", "columns", "inner", "where"),
+    [
+        ("all_gather_gemm", 131072, 53248, 16384, ("--gpu", "h200", "-n", 2)),
+        ("gemm_all_reduce_norm", 128, 8192, 4096, ("-n", 2, "--dtype", "float32")),
+        ("gemm_all_reduce", 131072, 6144, 768, ("--gpu", "l40s", "-n", 8)),
+    ],
+)
+def test_no_time_is_below_what_the_data_sheet_allows(
+    tmp_path: Path, operator: str, rows: int, columns: int, inner: int, where: tuple[Any, ...]
+) -> None:
+    written = document(tmp_path, operator, f"{rows}x{columns}x{inner}", *where)
+    (call,) = written["calls"]
+    datasheet = DATASHEETS[written["gpu"]]
+    is_exact = written["dtype"] == "float32"
+    tera_flops = datasheet.float32_tera_flops if is_exact else datasheet.tera_flops
+    for us in call["times_us"].values():
+        assert us >= 2 * rows * columns * inner / (tera_flops * 1e6) * (1 - 1e-9)
+    if operator == "gemm_all_reduce":
+        sent_bytes = 2 * 7 / 8 * rows * columns * 2
+        assert call["times_us"]["fused"] >= sent_bytes / (datasheet.link_gigabytes * 1e3) * 0.999
 
 
 def test_what_is_printed() -> None:
@@ -260,6 +305,9 @@ def test_configurations_and_lists_of_sizes(tmp_path: Path) -> None:
         (LLAMA | {"num_attention_heads": True}, "num_attention_heads must be a whole number"),
         (LLAMA | {"num_attention_heads": 33}, "hidden_size must be a multiple of num_attention"),
         (QWEN | {"num_experts_per_tok": None}, "num_experts_per_tok must be a whole number"),
+        (QWEN | {"num_experts": None}, "num_experts or num_local_experts must be there, as qwen3"),
+        (LLAMA | {"model_type": "mistral", "num_key_value_heads": None},
+         "num_key_value_heads must be there, as mistral has a default of its own; got none."),
         (QWEN | {"mlp_only_layers": [0]}, "mlp_only_layers must be absent, 0 or empty; got [0]"),
         (QWEN | {"decoder_sparse_step": 2}, "decoder_sparse_step must be 1"),
         (LLAMA | {"model_type": "falcon"}, "model_type must be one of granite, llama"),
@@ -286,8 +334,13 @@ def test_configurations_that_are_refused(tmp_path: Path, content: Any, message: 
         (["--model", "hidden=8,head=2"], "got 'head'. Did you mean heads?"),
         (["--model", "hidden=4096,heads=x,inner=1,layers=1"], "heads must be a whole number"),
         (["--model", "hidden=4096,heads=6,inner=8,layers=1"], "hidden must be a multiple of heads"),
-        (["--model", "hidden=64,heads=8,kv_heads=6,inner=64,layers=1"],
+        (["--model", "hidden=60,heads=12,kv_heads=6,inner=64,layers=1"],
          "--tensor must divide the 6 heads of keys and values of"),
+        (["--model", "hidden=64,heads=8,kv_heads=16,inner=64,layers=1"],
+         "heads must be a multiple of kv_heads, whose heads they share; got 8 and 16."),
+        (["--model", "hidden=64,heads=8,inner=64,layers=1,experts=8,top_k=9"],
+         "top_k must be at most experts; got 9 and 8."),
+        (["--model", "hidden=64,hidden=8,heads=8,inner=64,layers=1"], "a size must be given once"),
         (["--model", "hidden=64,heads=8,inner=66,layers=1"], "divide the 66 inner columns of"),
         (["--model", "tables=26"], "width must be a whole number from 1 to 1048576; got none."),
         (["--model", "qwen2.5-7b", "--tensor", "8"], "divide the 28 heads of Qwen2.5-7B; got 8."),

@@ -60,6 +60,8 @@ def run_explain(
             f"{error} Experts and embeddings are explained as calls of a model: interlace explain "
             "--model mixtral-8x7b."
         ) from None
+    if nodes > world_size:
+        raise ArgumentError(f"--nodes must be at most the {world_size} ranks; got {nodes}.")
     device = gpu_named(gpu)
     name, profile, rates = device.name, profile_of(device.name), None
     if nodes > 1:
@@ -83,7 +85,7 @@ def run_explain(
             choice = choice_on(device, declaration, call, getattr(torch, dtype))
             times_us = times_on(device, declaration, call, getattr(torch, dtype))
             impl = choice.impl
-            alone = {"links": profile.link_us(declaration.name, call)}
+            alone = {"links": profile.least_link_us(declaration.name, call)}
             column = "symmetric memory"
             words = _memory(declaration, device, call, choice, getattr(torch, dtype))
         else:

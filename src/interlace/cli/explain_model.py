@@ -15,7 +15,7 @@ from rich.console import Console
 from interlace.cli import bench
 from interlace.cli.console import make_console, make_table
 from interlace.cli.explain import print_legend
-from interlace.cli.gpus import choice_on, gpu_named, provenance, times_on
+from interlace.cli.gpus import NORMED, SUM, choice_on, gpu_named, norm_us, provenance, times_on
 from interlace.cli.outputs import Outputs
 from interlace.costs import embedding_all_to_all as embedding
 from interlace.costs.known_profiles import profile_of
@@ -31,12 +31,6 @@ from interlace.operators.mixture_of_experts.layout import ExpertSizes
 from interlace.registry import operator_named
 from interlace.tuning.gpu import Gpu
 from interlace.units import ceil_div, format_count, format_number, parse_count, shortened
-
-_SUM, _NORMED = "gemm_all_reduce", "gemm_all_reduce_norm"
-_NORM_RANKS, _NORM_GPU = 2, "NVIDIA H200"
-"""Ranks with which the residual and the norm of PyTorch were measured behind a sum, and the GPU
-whose times stand for those of GPUs that were not measured.
-"""
 
 _INDEX_BYTES, _ADAGRAD_BYTES = 8, 8
 """Bytes of an index, and of row-wise Adagrad's state that an update of a row moves."""
@@ -219,9 +213,9 @@ def _notes(steps: Sequence[StepTime]) -> list[str]:
             "measured: such a call was, on this GPU, and took about as long.",
         ),
         (
-            _NORMED in operators,
-            f"{_NORMED}: PyTorch's time is that of its fastest product and all-reduce, and what "
-            f"its residual and norm take beside them on {_NORM_RANKS} ranks, of H200s if this GPU "
+            NORMED in operators,
+            f"{NORMED}: PyTorch's time is that of its fastest product and all-reduce, and what "
+            "its residual and norm take beside them on 2 ranks, of H200s if this GPU "
             "was not measured. Engines with an all-reduce of their own take less than PyTorch.",
         ),
         (
@@ -257,7 +251,7 @@ def _transformer_step(
             f"{tokens}."
         )
     name = str(dtype).removeprefix("torch.")
-    first, last = "", _NORMED if tokens <= MOST_NORMED_ROWS else _SUM
+    first, last = "", NORMED if tokens <= MOST_NORMED_ROWS else SUM
     if sequence_parallel:
         first, last = "all_gather_gemm", "gemm_reduce_scatter"
     calls = [
@@ -294,19 +288,9 @@ def _product_time(
 
 
 def _pair_us(operator: str, call: SizedCall, gpu: Gpu, dtype: torch.dtype) -> float:
-    """Return the microseconds of PyTorch's fastest pair.
-
-    Behind a sum, residual and norm take the same time with any number of ranks and over any links,
-    and that is known of few of them.
-    """
-    if operator == _NORMED:
-        two = dataclasses.replace(call, world_size=_NORM_RANKS)
-        known = gpu_named(_NORM_GPU) if profile_of(gpu.name, gpu.processors).is_guess else gpu
-        normed, summed = (
-            times_on(known, product_operator(name), two, dtype)["unfused"]
-            for name in (_NORMED, _SUM)
-        )
-        return _pair_us(_SUM, call, gpu, dtype) + max(normed - summed, 0.0)
+    """Return the microseconds of PyTorch's fastest pair."""
+    if operator == NORMED:
+        return _pair_us(SUM, call, gpu, dtype) + norm_us(gpu, call, dtype)
     declaration = product_operator(operator)
     times_us = times_on(gpu, declaration, call, dtype)
     return min(times_us[name] for name in declaration.pairs_among(times_us))

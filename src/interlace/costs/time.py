@@ -642,6 +642,13 @@ class MachineProfile:
         )
         return float(cost.link_bytes) / self.link_bytes_per_s * 1e6
 
+    def least_link_us(self, operator: str, call: SizedCall) -> float:
+        """Return how long the bytes of the implementations that send least are on their way, in
+        microseconds.
+        """
+        sent = {operator, *(as_ for (name, _), as_ in _SENDS_AS.items() if name == operator)}
+        return min(self.link_us(name, call) for name in sent)
+
     def staging_us(self, call: SizedCall) -> float:
         """Return how much longer a call takes whose rows are copied to where peers may fetch them
         than one whose rows lie there, in us.

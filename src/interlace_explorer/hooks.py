@@ -22,7 +22,7 @@ from interlace.comm.cpu import cpu_faults, shortcuts
 from interlace.comm.groups import slices
 from interlace.errors import ArgumentError
 from interlace.language import lamport, packed, primitives
-from interlace_explorer.memory import element_addresses, process_memory
+from interlace_explorer.memory import PART_BYTES, element_addresses, process_memory
 from interlace_explorer.network import InlineSlices
 from interlace_explorer.operations import Kind, Words
 from interlace_explorer.ranks import RankRun, current
@@ -230,11 +230,26 @@ def _atomic_rmw(
     sem: Any,
     scope: Any,
 ) -> Any:
-    """Do an atomic read-modify-write on symmetric memory as one operation of the run."""
+    """Do atomic read-modify-writes on symmetric memory: as one operation of the run, or as several
+    where elements of the tile meet at one address.
+    """
     modify = _MODIFY.get(rmw.name)
-    values = np.broadcast_to(val.data, ptr.data.shape)[shared]
-    function = None if modify is None else functools.partial(modify, values)
-    return _atomic(run, ptr, shared, val, sem, function)
+    values = np.broadcast_to(val.data, ptr.data.shape)
+    result = np.zeros(ptr.data.shape, val.data.dtype)
+    for part in _without_repeats(ptr.data, shared):
+        function = None if modify is None else functools.partial(modify, values[part])
+        result[part] = _atomic(run, ptr, part, val, sem, function).data[part]
+    return interpreter.TensorHandle(result, val.dtype.scalar)
+
+
+def _without_repeats(addresses: Words, selected: Words) -> Iterator[Words]:
+    """Share out the selected elements over masks in which no address comes twice."""
+    while selected.any():
+        _, first = np.unique(addresses[selected], return_index=True)
+        part = np.zeros_like(selected)
+        part.flat[np.flatnonzero(selected)[first]] = True
+        selected = selected & ~part
+        yield part
 
 
 @_on_shared(pointers=0, mask=None)
@@ -282,7 +297,9 @@ def _atomic(
             sem.name.startswith("ACQ"),
             sem.name in ("RELEASE", "ACQUIRE_RELEASE"),
         )
-        values = np.frombuffer(run.perform(Kind.ATOMIC, cells, detail=detail), dtype)
+        is_own = (run.tree.view.offsets_of(ptr.data[shared]) // PART_BYTES == run.tree.rank).all()
+        kind = Kind.ATOMIC if is_own else Kind.PEER_ATOMIC
+        values = np.frombuffer(run.perform(kind, cells, detail=detail), dtype)
     result = np.zeros(ptr.data.shape, dtype)
     result[shared] = values
     return interpreter.TensorHandle(result, val.dtype.scalar)

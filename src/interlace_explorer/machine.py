@@ -42,7 +42,15 @@ _EVERYTHING = -1
 _SPARE = 64
 # Attributes that a copy of a machine must copy, too. Tuples and arrays within the lists are never
 # changed, only replaced.
-_ARRAYS = ("_data", "_write_thread", "_write_clock", "_sync", "_read_thread", "_read_clock")
+_ARRAYS = (
+    "_data",
+    "_write_thread",
+    "_write_clock",
+    "_is_atomic",
+    "_sync",
+    "_read_thread",
+    "_read_clock",
+)
 _LISTS = (
     "_published",
     "_fenced",
@@ -175,6 +183,7 @@ class ExploredGpus:
         self._data = np.zeros(cells, f"u{table.grain}")
         self._write_thread = np.zeros(cells, np.intp)
         self._write_clock = np.zeros(cells, np.int64)
+        self._is_atomic = np.zeros(cells, np.bool_)
         self._read_thread = np.zeros((ranks, cells), np.intp)
         self._read_clock = np.zeros((ranks, cells), np.int64)
         self._sync = np.zeros(cells, np.intp)
@@ -316,7 +325,7 @@ class ExploredGpus:
             self._acquire(thread, cells, released=False)
             response = self._data[cells].tobytes()
             return response, response
-        elif kind == Kind.ATOMIC:
+        elif kind == Kind.ATOMIC or kind == Kind.PEER_ATOMIC:
             response = self._atomic(rank, thread, node)
             return response, response
         elif kind == Kind.FENCE:
@@ -358,6 +367,10 @@ class ExploredGpus:
         """
         cells = store.cells
         early = self._write_clock[cells] > store.seen[self._write_thread[cells]]
+        is_atomic = store.node.kind in (Kind.ATOMIC, Kind.PEER_ATOMIC)
+        # Several ranks may add to a counter, a lock or a histogram, in no order.
+        if is_atomic:
+            early &= ~self._is_atomic[cells]
         if np.count_nonzero(early):
             raise unordered_stores(rank, store.node, self._writer(cells[early]))
         # Seeing a packed word does not tell that a load is over, so loads need released knowledge.
@@ -370,6 +383,7 @@ class ExploredGpus:
         self._data[cells] = store.values
         self._write_thread[cells] = store.thread
         self._write_clock[cells] = store.clock
+        self._is_atomic[cells] = is_atomic
         self._sync[cells] = len(self._published)
         self._published.append(store.published)
         if self.trace is not None:

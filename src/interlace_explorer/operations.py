@@ -29,18 +29,19 @@ class Kind(enum.IntEnum):
 
     PUT = 0
     LOAD = 1
-    ATOMIC = 2
+    ATOMIC = 2  # on the rank's own memory
     FENCE = 3
     PROGRAM = 4  # the next program of a launch begins
     RETURN = 5  # a launch has ended
     POST = 6  # this rank's part of an exchange on the host
     RELEASE = 7
     RELAXED = 8
-    WAIT = 9
-    WORDS = 10
-    COLLECT = 11  # the peers' parts of an exchange
-    READY = 12
-    END = 13
+    PEER_ATOMIC = 9  # on memory of a peer
+    WAIT = 10
+    WORDS = 11
+    COLLECT = 12  # the peers' parts of an exchange
+    READY = 13
+    END = 14
 
 
 class Operation:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from interlace_explorer.trees import Tree
 
 # Operations of one run. A program that does more polls memory in a loop of its own.
-_MOST_OPERATIONS = 100_000
+_MOST_OPERATIONS = 20_000
 
 
 class _Abandoned(BaseException):
@@ -117,8 +117,9 @@ class ExploredGroup(Group):
 class RankRun:
     """One rank's program, from its start to the operation that the explorer needs.
 
-    Details of operations, by kind: PUT and RELAXED: True if the memory is the rank's own. ATOMIC:
-    the new value as a function of the old one, its dtype, True if it acquires, True if it releases.
+    Details of operations, by kind: PUT and RELAXED: True if the memory is the rank's own. ATOMIC
+    and PEER_ATOMIC: the new value as a function of the old one, its dtype, True if it acquires,
+    True if it releases.
     PROGRAM: the program's number. POST: the value. COLLECT: number of the exchange. WAIT and WORDS:
     number of values per packed word, or 0, and the bytes of a signal or word. END: the exception
     that ended the program, or None.
@@ -205,7 +206,7 @@ class RankRun:
             detail: See the class.
 
         Raises:
-            RuntimeError: the program seems to look at memory for ever.
+            ArgumentError: the program seems to look at memory for ever.
         """
         if self._abandoned:
             raise _Abandoned
@@ -213,10 +214,11 @@ class RankRun:
         if self._responses:
             return self._responses.popleft()
         self._operations += 1
-        if self._operations > _MOST_OPERATIONS:
-            raise RuntimeError(
-                "a kernel must wait by il.wait or for packed words; got one that looks at memory "
-                "for ever."
+        # The end comes after a refusal, too: without it, the explorer would wait for ever.
+        if self._operations > _MOST_OPERATIONS and kind != Kind.END:
+            raise ArgumentError(
+                "an explored kernel must wait by il.wait, or for packed words or Lamport values; "
+                f"got one that looks at memory for ever: {self._site()}."
             )
         self._operation = Operation(kind, cells, values, detail, self._site())
         if kind < Kind.RELEASE and self.tree.does_here(self._operation):

@@ -120,3 +120,26 @@ def get_words(words, y, epoch, ctx):
             y + four,
             il.get_packed(il.pointer(words, tl.int64) + four, epoch, 0 * four, 0, group, four >= 0),
         )
+
+
+@triton.jit
+def add_to_first(counts, signals, y, ctx, WORLD_SIZE: tl.constexpr, WAITS: tl.constexpr):
+    """Every rank adds 1 to one count of rank 0 by four elements of a tile; rank 0 stores the sum.
+
+    ``WAITS`` leaves out the barrier between the sums and the load.
+    """
+    group = il.join(ctx)
+    count = il.peer_pointer(il.pointer(counts, tl.int32) + tl.arange(0, 4) * 0, 0, group)
+    tl.atomic_add(count, 1, sem="relaxed", scope="sys")
+    if WAITS:
+        il.barrier(il.pointer(signals, tl.int32), 1, group, WORLD_SIZE)
+    if il.rank(group) == 0:
+        tl.store(y, il.get(il.pointer(counts, tl.int32), 0, group))
+
+
+@triton.jit
+def look_for_ever(signals, ctx):
+    """Look at a signal in a loop that is no wait."""
+    group = il.join(ctx)
+    while il.get(il.pointer(signals, tl.int32), il.rank(group), group) == 0:
+        pass

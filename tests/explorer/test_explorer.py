@@ -80,6 +80,33 @@ def _swapping(rank: Rank) -> None:
     torch.testing.assert_close(y, torch.ones(4))
 
 
+def _adding(rank: Rank, waits: bool = True) -> None:
+    from tests.explorer import kernels
+
+    counts, signals = (interlace.empty_symmetric(4, dtype=torch.int32) for _ in range(2))
+    y = torch.full((1,), -1, dtype=torch.int32)
+    rank.ready()
+    with rank.group.running():
+        kernels.add_to_first[(1,)](
+            counts.address,
+            signals.address,
+            y,
+            rank.group.context("test"),
+            WORLD_SIZE=rank.world_size,
+            WAITS=waits,
+        )
+    if waits and rank.rank == 0:
+        assert y.item() == 4 * rank.world_size
+
+
+def _looking(rank: Rank) -> None:
+    from tests.explorer import kernels
+
+    _, signals = _memory()
+    with rank.group.running():
+        kernels.look_for_ever[(1,)](signals.address, rank.group.context("test"))
+
+
 def _halves(rank: Rank) -> None:
     from tests.explorer import kernels
 
@@ -157,6 +184,7 @@ def _exploring(program: Any, schedules: int = 50, replay: str | None = None) -> 
         functools.partial(_sending, calls=1, acknowledged=False),
         _halves,
         _words,
+        _adding,
         functools.partial(_copying, through="exchange"),
     ],
 )
@@ -202,6 +230,12 @@ def test_right_kernels(ranks: Any, program: Any) -> None:
             "two writers",
             "stores where another rank has stored before, and nothing orders the two",
         ),
+        (
+            functools.partial(_adding, waits=False),
+            "race",
+            "rank 1, .*add_to_first, stores what rank 0, .*add_to_first, may still load",
+        ),
+        (_looking, "error", r"looks at memory for ever: .* kernels.py:\d+ in look_for_ever"),
         *(
             (
                 functools.partial(_reaching, primitive=primitive),

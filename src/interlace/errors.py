@@ -112,6 +112,8 @@ class PeerTimeoutError(InterlaceError, TimeoutError):
         operator: Name of the operator that waited.
         rank: The rank that waited.
         peer: The rank that it waited for; -1 if several may be late.
+        through: The rank that its kernel waited for, which waited for ``peer`` itself; None if the
+            kernel waited for ``peer``.
         slice: The slice that it waited for (see the operator's README); of slices over the network
             the first is 1.
         wanted: The epoch that it waited for (24 bits); 0 for a wait on the host.
@@ -128,6 +130,7 @@ class PeerTimeoutError(InterlaceError, TimeoutError):
         operator: str,
         rank: int,
         peer: int,
+        through: int | None = None,
         slice: int = 0,
         wanted: int = 0,
         seen: int = 0,
@@ -141,11 +144,18 @@ class PeerTimeoutError(InterlaceError, TimeoutError):
         awaited = "in the exchange on the host"
         if wanted:
             awaited = f"slice {slice}, epoch {wanted}, and saw epoch {seen}"
+            awaited = awaited if through is None else f"through rank {through}: {awaited}"
         elif slice:
             awaited = f"slice {slice}, over the network"
-        reason = (
-            "made a different call" if different_call else "is late, dead, or made a different call"
-        )
+        # Epochs have 24 bits. A wait also takes the next three for the awaited one.
+        is_ahead = through is None and seen > 0 and 3 < (seen - wanted) % 2**24 < 2**23
+        reason = "is late, dead, or made a different call"
+        if different_call:
+            reason = "made a different call"
+        elif peer == rank:
+            reason = "is this rank itself, which must signal before it waits"
+        elif wanted and is_ahead:
+            reason = "is calls ahead, or set the signal again before this rank had seen it"
         message = (
             f"{operator}: rank {rank} waited {deadline_s:g} s for {late} ({awaited}). "
             f"The peer {reason}; this group is broken now. "
@@ -163,6 +173,7 @@ class PeerTimeoutError(InterlaceError, TimeoutError):
         self.operator = operator
         self.rank = rank
         self.peer = peer
+        self.through = through
         self.slice = slice
         self.wanted = wanted
         self.seen = seen

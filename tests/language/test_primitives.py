@@ -274,6 +274,24 @@ def test_a_wait_for_what_the_rank_itself_never_sends(ranks, awaits):
     for rank, (kind, message, _) in enumerate(ranks(2).run(_await_one, awaits, 0)):
         assert kind == "PeerTimeoutError"
         assert f"rank {rank} waited 0.5 s for rank {rank} (slice 0, " in message
+        assert "The peer is this rank itself, which must signal before it waits" in message
+
+
+@pytest.mark.parametrize(
+    ("wanted", "seen", "reason"),
+    [
+        (5, 4, "is late, dead, or made a different call"),
+        (5, 0, "is late, dead, or made a different call"),
+        (5, 9, "is calls ahead, or set the signal again before this rank had seen it"),
+        (2**24 - 2, 5, "is calls ahead, or set the signal again before this rank had seen it"),
+        (5, 2**24 - 2, "is late, dead, or made a different call"),
+    ],
+)
+def test_an_error_says_if_the_peer_is_ahead(wanted, seen, reason):
+    error = interlace.PeerTimeoutError(
+        operator="ring", rank=0, peer=1, wanted=wanted, seen=seen, deadline_s=1
+    )
+    assert f"The peer {reason}; this group is broken now." in str(error)
 
 
 def _look_while_another_process_stores():

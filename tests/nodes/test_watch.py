@@ -257,6 +257,7 @@ def _waits_for_a_rank_that_waits():
 def test_the_rank_that_is_late_first_is_named(ranks):
     """Not the one between them, whom a kernel of the same node has waited for."""
     errors, seen_by_rank_1, _ = ranks(3).run(_waits_for_a_rank_that_waits)
-    for kind, _, fields in errors:
-        assert (kind, fields["peer"]) == ("PeerTimeoutError", 2)
+    for kind, message, fields in errors:
+        assert "for rank 2 (through rank 1: slice 0, epoch 7, and saw epoch 0)" in message
+        assert (kind, fields["peer"], fields["through"]) == ("PeerTimeoutError", 2, 1)
     assert seen_by_rank_1 == 2

@@ -70,7 +70,7 @@ class Health:
         self._contexts: dict[str, torch.Tensor] = {}
         self._interruption, self.lost_store = "", False
         self._first_late: weakref.WeakMethod[Callable[[int], int]] | None = None
-        self._is_traced = False
+        self._traced: int | None = None
         self._explained = threading.Event()
         self._explained.set()
         on_gpu = members.backend == "cuda"
@@ -176,18 +176,13 @@ class Health:
             raise MiscountError(rank=self._members.rank, piece=piece, wanted=expected, seen=seen)
         operator, ranks = self._operators[int(record[ctx.RECORD_OPERATOR])]
         peer = int(record[ctx.RECORD_PEER])
-        peer = ranks[peer] if ranks and peer >= 0 else peer
-        if expected and not self._is_traced:
-            self._is_traced = True
-            first_late = None if self._first_late is None else self._first_late()
-            first = peer if first_late is None else first_late(peer)
-            if first != peer:
-                self.declare_broken(operator, first, piece + 1)
-                peer, expected, seen = first, 0, 0
+        awaited = ranks[peer] if ranks and peer >= 0 else peer
+        peer = self._first_late_behind(awaited) if expected else awaited
         error = PeerTimeoutError(
             operator=operator,
             rank=self._members.rank,
             peer=peer,
+            through=None if peer == awaited else awaited,
             node=self._members.node_of(peer),
             slice=piece,
             wanted=expected & ctx.EPOCH_MASK,
@@ -195,10 +190,19 @@ class Health:
             different_call=bool(record[ctx.RECORD_OTHER_CALL]),
             deadline_s=self._deadline_s,
             # A kernel that has waited for the rank needs no store to name it.
-            lost_store=not expected and self.lost_store_of(peer),
+            lost_store=not (expected and peer == awaited) and self.lost_store_of(peer),
         )
         flight_recorder.add(error)
         raise error
+
+    def _first_late_behind(self, peer: int) -> int:
+        """Return the rank that was late first, given the one that a kernel has waited for."""
+        if self._traced is None:
+            self._traced = peer
+            first_late = None if self._first_late is None else self._first_late()
+            if first_late is not None:
+                self._traced = first_late(peer)
+        return self._traced
 
     def trace_by(self, first_late: Callable[[int], int]) -> None:
         """Find out by a method who was late first, before an error names the rank that a kernel has
@@ -281,7 +285,7 @@ class Health:
         self._state.zero_()
         self._record.zero_()
         self._interruption, self.lost_store = "", False
-        self._is_traced = False
+        self._traced = None
         self._explained.set()
 
     # Running calls

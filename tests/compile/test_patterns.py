@@ -435,8 +435,10 @@ def test_rows_that_stay_in_order_are_not_copied(ranks: Any) -> None:
 def _rows_that_change() -> Any:
     """Compiled for any number of rows; findings, and errors with two numbers."""
 
-    def program(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return all_reduce(x @ w.t()), reduce_scatter(x @ w.t())
+    def program(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        # PyTorch turns the last product into a batch of one.
+        batch = torch.einsum("...k,nk->...n", x, w)
+        return all_reduce(x @ w.t()), reduce_scatter(x @ w.t()), all_reduce(batch)
 
     compiled = torch.compile(program, backend=eager_backend, fullgraph=True)
     findings, errors = [], []
@@ -454,8 +456,8 @@ def _rows_that_change() -> Any:
 
 def test_dynamic_rows(ranks: Any) -> None:
     """An all-reduce does not care how many rows there are; what cuts rows is left alone."""
-    for (reduced, scattered), error in ranks(2).run(_rows_that_change):
-        assert reduced[:2] == ("gemm_all_reduce", (scattered[1][0], N))
+    for (reduced, scattered, batch), error in ranks(2).run(_rows_that_change):
+        assert reduced[:2] == batch[:2] == ("gemm_all_reduce", (scattered[1][0], N))
         assert scattered[0] is None
         assert "dynamic shapes" in scattered[2]
         assert error < 1e-6

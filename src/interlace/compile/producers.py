@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import torch
@@ -183,13 +184,12 @@ def rows_of(product: Product) -> int:
         LeftAlone: Sizes are dynamic and the traced value is unknown.
     """
     leading = value(product.x).shape[:-1]
-    if is_static(*leading):
-        return int(torch.Size(leading).numel())
-    size: Any = leading[0]
-    hint = size.node.hint if len(leading) == 1 else None
-    if hint is None:
+    dynamic: list[Any] = [size for size in leading if not is_static(size)]
+    hints = [size.node.hint for size in dynamic]
+    # A result's shape is restored by a view, in which one size may be unknown.
+    if len(dynamic) > 1 or None in hints:
         raise LeftAlone("sizes change from call to call (dynamic shapes)")
-    return int(hint)
+    return math.prod([*(int(size) for size in leading if is_static(size)), *map(int, hints)])
 
 
 def is_work(node: Node) -> bool:
@@ -264,7 +264,7 @@ def _require_suitable_scales(product: Product) -> None:
 def require_suitable(product: Product) -> None:
     """Raise :class:`LeftAlone` if no operator can compute this product."""
     node, x, w = product.node, value(product.x), value(product.w)
-    if node.target is aten.bmm.default and (not is_static(*x.shape) or x.shape[0] != 1):
+    if node.target is aten.bmm.default and not are_equal(x.shape[:1], [1]):
         raise LeftAlone(f"{node.name} is a batch of products")
     if node.target is aten.addmm.default and (
         node.kwargs.get("beta", 1) != 1 or node.kwargs.get("alpha", 1) != 1

@@ -45,6 +45,21 @@ def layer(h: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Te
     return ((wide - mean) * torch.rsqrt(variance + EPS) * weight + bias).to(h.dtype)
 
 
+def cohere(h: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The LayerNorm as transformers' Cohere has it."""
+    wide = h.to(torch.float32)
+    mean = wide.mean(-1, keepdim=True)
+    variance = (wide - mean).pow(2).mean(-1, keepdim=True)
+    wide = (wide - mean) * torch.rsqrt(variance + EPS)
+    return (weight.to(torch.float32) * wide).to(h.dtype)
+
+
+def t5(h: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The norm as transformers' T5 has it: the product alone casts its input to float32."""
+    variance = h.to(torch.float32).pow(2).mean(-1, keepdim=True)
+    return weight * (h * torch.rsqrt(variance + EPS)).to(h.dtype)
+
+
 def with_wide_residual(
     y: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -96,6 +111,23 @@ FUSED: dict[str, tuple[Program, list[tuple[int, ...]], int]] = {
     "LayerNorm, spelled out": (
         lambda x, w, r, v, b: layer(all_reduce(x @ w.t()) + r, v, b),
         [*XW, R, V, V],
+        1,
+    ),
+    "LayerNorm in float32": (
+        lambda x, w, r: (lambda t: (t, F.layer_norm(t.float(), (N,), None, None, EPS).to(t.dtype)))(
+            r + all_reduce(x @ w.t())
+        ),
+        [*XW, R],
+        1,
+    ),
+    "Cohere's norm": (
+        lambda x, w, r, v: (lambda t: (t, cohere(t, v)))(r + all_reduce(x @ w.t())),
+        [*XW, R, V],
+        1,
+    ),
+    "T5's norm": (
+        lambda x, w, r, v: (lambda t: (t, t5(t, v)))(r + all_reduce(x @ w.t())),
+        [*XW, R, V],
         1,
     ),
     "Gemma's layer": (

@@ -390,16 +390,25 @@ def _foreign_norms_of(node: Node, *, has_residual: bool) -> Iterator[tuple[Node,
 
 
 def _spelled_out(node: Node, dtype: torch.dtype) -> Iterator[Norm]:
-    """Yield the norms of a node that are spelled out in float32."""
+    """Yield the norms of a node that are computed in float32 and cast afterwards."""
     if value(node).dtype == torch.float32:
         wide = [node]
     else:
         casts = [user for user in node.users if cast_source(user) is node]
         wide = [cast for cast in casts if value(cast).dtype == torch.float32]
+    # T5's norm multiplies the rows as they are by a float32 root, which casts them exactly.
+    same = [*wide, node]
     for each in wide:
-        for user in list(each.users):
-            for norm in (*_rms(user, wide), *_layer(user, wide)):
-                yield _with_weight(norm, dtype)
+        norms = [norm for call in each.users for norm in _spelled_from(call, same)]
+        for norm in (*_library_calls(each), *norms):
+            yield _with_weight(norm, dtype)
+
+
+def _spelled_from(call: Node, wide: list[Node]) -> Iterator[Norm]:
+    """Yield the norms that begin with a call of x, before their weight; ``wide`` are the x."""
+    yield from _rms(call, wide)
+    yield from _layer(call, wide)
+    yield from _layer_of_means(call, wide)
 
 
 def _rms(square: Node, wide: list[Node]) -> Iterator[Norm]:
@@ -430,6 +439,28 @@ def _layer(moments: Node, wide: list[Node]) -> Iterator[Norm]:
         if _is(centred, aten.sub.Tensor) and centred.args[0] in wide and not centred.kwargs:
             for eps, nodes in _divided(items[0], [centred]):
                 yield Norm("layer", eps, [*sorted([moments, *items.values(), centred, *nodes])])
+
+
+def _layer_of_means(mean: Node, wide: list[Node]) -> Iterator[Norm]:
+    """Yield a LayerNorm that begins with the mean of x, as Cohere's models spell it: the RMSNorm
+    of ``x - mean``, which they may compute twice.
+    """
+    if not _is(mean, aten.mean.dim) or value(mean).dtype != torch.float32:
+        return
+    if not (argument(mean, "keepdim") and _is_last(mean)):
+        return
+    centred = [
+        user
+        for user in mean.users
+        if _is(user, aten.sub.Tensor)
+        and user.args[0] in wide
+        and user.args[1] is mean
+        and not user.kwargs
+    ]
+    for square in [user for node in centred for user in node.users]:
+        for norm in _rms(square, centred):
+            nodes = sorted({mean, *centred, *norm.nodes})
+            yield dataclasses.replace(norm, kind="layer", nodes=nodes)
 
 
 def _divided(square: Node, factors: list[Node]) -> Iterator[tuple[float, list[Node]]]:

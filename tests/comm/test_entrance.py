@@ -122,3 +122,19 @@ def test_arguments_are_refused_again_after_the_same_call_was_valid():
             interlace.gemm_reduce_scatter(x, None, impl="unfused")  # type: ignore[arg-type]
         with pytest.raises(interlace.ArgumentError, match="dense"):
             interlace.gemm_reduce_scatter(x, w.to_sparse(), impl="unfused")
+
+
+def test_inductors_programs_go_past_the_dispatcher_unless_something_listens():
+    """What they call is on the operator, by whose name a program from a cache finds it."""
+    x, w = _operands()
+    operator = torch.ops.interlace.gemm_reduce_scatter.default
+    arguments = (x, w, None, None, None, None, torch.float32, "", "unfused", "")
+    assert len(arguments) == len(operator._schema.arguments)
+    expected = operator(*arguments)
+    assert not _asks_dispatcher(lambda: operator.from_inductor(*arguments))
+    assert torch.equal(operator.from_inductor(*arguments), expected)
+    with _Listening() as listening:
+        operator.from_inductor(*arguments)
+    assert listening.names[0] == "interlace.gemm_reduce_scatter.default"
+    # A program may leave out arguments that have defaults, or name them.
+    assert _asks_dispatcher(lambda: operator.from_inductor(*arguments[:-1], config=""))

@@ -27,6 +27,7 @@ from interlace.compile.choice import (
     traced_sizes,
     uneven_groups,
 )
+from interlace.compile.direct import call_past_dispatcher
 from interlace.compile.findings import LeftAlone, Report, recording
 from interlace.compile.rewrite import fuse
 from interlace.compile.summary import summary
@@ -66,6 +67,7 @@ class InductorPass(CustomGraphPass):
         if self.first is not None:
             self.first(graph)
         if self.is_on:
+            call_past_dispatcher()
             summary.count(fuse(graph, autotune=self.autotune, merge_products=self.merge_products))
             in_place.place_rows(graph)
 

@@ -28,6 +28,9 @@ UNCAPTURABLE_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)
 exchange something in every call, or the host waits for the device. A replay would leave that out.
 """
 
+FROM_INDUCTOR = "from_inductor"
+"""The attribute of an operator that is :meth:`Entrance.from_inductor`."""
+
 _AUTOCAST = _C.DispatchKeySet(_C.DispatchKey.AutocastCPU) | _C.DispatchKeySet(
     _C.DispatchKey.AutocastCUDA
 )
@@ -90,7 +93,7 @@ def register(
     for device in ("CPU", "CUDA"):
         library.impl(qualified_name, run_without_autocast, f"Autocast{device}")
     if backward is None:
-        _entrances[qualified_name] = Entrance(operator, kernel, None)
+        _enter_by(qualified_name, Entrance(operator, kernel, None))
         return
     record_call = _recorder(operator, backward, setup_context)
 
@@ -115,7 +118,7 @@ def register(
     recorded: Callable[..., Any] = functools.partial(record_call, run)
     if record is not None:
         recorded = record(recorded)
-    _entrances[qualified_name] = Entrance(operator, run, recorded)
+    _enter_by(qualified_name, Entrance(operator, run, recorded))
 
 
 def _keys_below_autograd() -> Any:
@@ -216,7 +219,7 @@ class Entrance:
     the operator itself.
     """
 
-    __slots__ = ("_operator", "_recorded", "_run")
+    __slots__ = ("_arguments", "_operator", "_recorded", "_run")
 
     def __init__(
         self,
@@ -232,6 +235,12 @@ class Entrance:
             recorded: The same, recorded for autograd; None if ``run`` itself refuses gradients.
         """
         self._operator, self._run, self._recorded = operator, run, recorded
+        self._arguments = len(operator._schema.arguments)
+
+    @property
+    def operator(self) -> torch._ops.OpOverload:
+        """Return what the dispatcher knows."""
+        return self._operator
 
     def __call__(self, *args: Any) -> Any:
         """Call the operator with its schema's arguments, all by position."""
@@ -249,8 +258,32 @@ class Entrance:
         with past_autograd():
             return self._run(*args)
 
+    def from_inductor(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the operator from a program that Inductor has written, whose tensors are ordinary;
+        see :mod:`interlace.compile.direct`.
+        """
+        # Neither a compiler nor a mode of PyTorch's functions listens in such a program.
+        is_listening = _is_profiled() or _C._len_torch_dispatch_stack() > 0
+        if kwargs or len(args) < self._arguments or is_listening or forward_ad._current_level >= 0:
+            return self._operator(*args, **kwargs)
+        # An operator without a gradient refuses one itself, so it need not be below autograd.
+        return self._run(*args) if self._recorded is None else self.past_dispatcher(*args)
+
 
 _entrances: dict[str, Entrance] = {}
+
+
+def _enter_by(qualified_name: str, made: Entrance) -> None:
+    """Make an operator's entrance known, to its operator as well: Inductor's programs, which may
+    come from a cache, say what they call by its name.
+    """
+    _entrances[qualified_name] = made
+    setattr(made.operator, FROM_INDUCTOR, made.from_inductor)
+
+
+def entrances() -> Iterable[Entrance]:
+    """Return the entrances of all operators."""
+    return _entrances.values()
 
 
 def entrance(qualified_name: str) -> Entrance:

@@ -147,7 +147,7 @@ def test_a_peer_that_never_calls(ranks, protocol):
         assert {name: field for name, field in fields.items() if name != "seen"} == {
             "operator": f"gemv_all_reduce.{protocol}", "rank": rank, "peer": 2, "node": None,
             "slice": 0, "wanted": 2, "different_call": False, "deadline_s": 3.0,
-            "lost_store": False,
+            "lost_store": False, "through": None,
         }  # fmt: skip
         assert broken
         assert later == on_synchronize == first

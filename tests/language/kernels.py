@@ -130,7 +130,15 @@ def mistype(data, ctx, MISTAKE: tl.constexpr):
     two = tl.arange(0, 2)
     epoch = tl.full([], 1, tl.int32)
     floats, words = il.pointer(data, tl.float32) + two, il.pointer(data, tl.int64) + two
-    if MISTAKE == "signal":
+    if MISTAKE == "address":
+        il.put(data + two, two.to(tl.float32), 0, group)
+    elif MISTAKE == "signal at an address":
+        il.signal(data, epoch, 0, group)
+    elif MISTAKE == "words at an address":
+        il.put_packed(data + two, two.to(tl.float32), epoch, 0, group)
+    elif MISTAKE == "half a word":
+        il.pointer(data + 2, tl.int32)
+    elif MISTAKE == "signal":
         il.signal(floats, epoch, 0, group)
     elif MISTAKE == "wait":
         il.wait(words, epoch, 0, 0, group)

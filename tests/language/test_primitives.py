@@ -226,6 +226,10 @@ def _mistype():
     group = interlace.group_of()
     data, context = _symmetric(8, torch.float32), group.context("test")
     messages = {
+        "address": "make one of an address by il.pointer",
+        "signal at an address": "make one of an address by il.pointer",
+        "words at an address": "make one of an address by il.pointer",
+        "half a word": "address must be a multiple of 16; got one with a remainder of 2",
         "signal": "ptr must point to int32 signals",
         "wait": "ptr must point to int32 signals",
         "put_packed": "ptr must point to int64 words",

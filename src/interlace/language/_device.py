@@ -182,6 +182,11 @@ def require_grid(most, _semantic=None):
 
 
 @core.extern
+def require_aligned(address, _semantic=None):
+    """Do nothing, in no instruction: addresses are checked in the interpreter only."""
+
+
+@core.extern
 def require_memory(primitive, ptr, peer, mask, group, _semantic=None):
     """Do nothing, in no instruction: addresses are checked in the interpreter only."""
 

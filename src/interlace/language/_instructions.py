@@ -6,19 +6,21 @@ from interlace.comm.runtime.interpreter import interpreting
 if interpreting():
     from interlace.language._interpreted import (
         asks_for_records, clock_ns, fence_system, is_cuda, is_tile, kind_of_event,
-        load_acquire, load_whole, num_threads, pause, processor, records, require_grid,
-        require_memory, require_peers, signal_peer, store_to_peer, tile_bytes, to_float8,
+        load_acquire, load_whole, num_threads, pause, processor, records, require_aligned,
+        require_grid, require_memory, require_peers, signal_peer, store_to_peer, tile_bytes,
+        to_float8,
     )
 else:
     from interlace.language._device import (
         asks_for_records, clock_ns, fence_system, is_cuda, is_tile, kind_of_event,
-        load_acquire, load_whole, num_threads, pause, processor, records, require_grid,
-        require_memory, require_peers, signal_peer, store_to_peer, tile_bytes, to_float8,
+        load_acquire, load_whole, num_threads, pause, processor, records, require_aligned,
+        require_grid, require_memory, require_peers, signal_peer, store_to_peer, tile_bytes,
+        to_float8,
     )
 
 __all__ = [
     "asks_for_records", "clock_ns", "fence_system", "is_cuda", "is_tile",
     "kind_of_event", "load_acquire", "load_whole", "num_threads", "pause", "processor", "records",
-    "require_grid", "require_memory", "require_peers", "signal_peer", "store_to_peer", "tile_bytes",
-    "to_float8",
+    "require_aligned", "require_grid", "require_memory", "require_peers", "signal_peer",
+    "store_to_peer", "tile_bytes", "to_float8",
 ]

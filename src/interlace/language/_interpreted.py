@@ -165,6 +165,20 @@ def require_grid(most):
         )
 
 
+def require_aligned(address):
+    """Refuse an address that is not what kernels are compiled for: a GPU's load would fault.
+
+    Raises:
+        ArgumentError: the address is no multiple of 16.
+    """
+    number = int(np.asarray(plain(address)).item())
+    if number % 16:
+        raise ArgumentError(
+            f"pointer: address must be a multiple of 16; got one with a remainder of {number % 16}. "
+            "Add multiples of 16 bytes to SymmetricTensor.address, and elements to the pointer."
+        )
+
+
 def require_memory(primitive, ptr, peer, mask, group):
     """Refuse addresses that are not symmetric memory of the peer whose copy they shall be.
 

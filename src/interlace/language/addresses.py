@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from interlace.comm.runtime import context
-from interlace.language._instructions import asks_for_records
+from interlace.language._instructions import asks_for_records, require_aligned
 from interlace.language.recording import BEGIN, NOBODY, append, rings_of_program
 from interlace.language.sizes import next_power_of_2
 
@@ -63,6 +63,7 @@ def pointer(address, dtype: tl.constexpr):
             the kernel, over everything that peers have written meanwhile.
         dtype: Triton's dtype of the elements.
     """
+    require_aligned(address)
     return tl.multiple_of(address.to(tl.int64).to(tl.pointer_type(dtype)), 16)
 
 
@@ -90,10 +91,20 @@ def peer_pointer(ptr, peer, group):
         peer: int32 scalar, or a tile that broadcasts with ``ptr``.
         group: The value of :func:`join`.
     """
+    require_pointer(ptr)
     # All ranks' copies lie in one range of addresses, one constant stride apart. That it is a
     # multiple of 16 is said by arithmetic: a hint at a division by 1 would go with the division.
     stride = group[2] // (16 * (ptr.dtype.element_ty.primitive_bitwidth // 8)) * 16
     return ptr + stride * peer
+
+
+@triton.jit
+def require_pointer(ptr):
+    """Refuse an address in place of a pointer."""
+    tl.static_assert(
+        ptr.dtype.is_ptr(),
+        "ptr must be a pointer to symmetric memory; make one of an address by il.pointer",
+    )
 
 
 @triton.jit

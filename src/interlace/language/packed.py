@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from interlace.language._instructions import num_threads, records, require_memory
-from interlace.language.addresses import peer_pointer, rank
+from interlace.language.addresses import peer_pointer, rank, require_pointer
 from interlace.language.deadlines import (
     HIGHEST_INT32, LATE, NAMES_ITSELF, NO_RANK, after_look, report,
 )
@@ -60,6 +60,7 @@ def put_packed(ptr, value, epoch, peer, group, mask=None, VALUES: tl.constexpr =
 @triton.jit
 def _require_words(ptr):
     """Refuse pointers to another type: a packed word is an int64."""
+    require_pointer(ptr)
     tl.static_assert(
         ptr.dtype.element_ty == tl.int64,
         "packed words: ptr must point to int64 words; see il.pointer",

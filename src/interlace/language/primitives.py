@@ -13,7 +13,7 @@ from interlace.language._instructions import (
     fence_system, load_acquire, num_threads, pause, records, require_memory, require_peers,
     signal_peer, store_to_peer,
 )
-from interlace.language.addresses import peer_pointer, rank
+from interlace.language.addresses import peer_pointer, rank, require_pointer
 from interlace.language.deadlines import (
     HIGHEST_INT32, LATE, LOOKS_PER_CHECK, NO_RANK, has_expired, report, start_of_wait,
 )
@@ -220,6 +220,7 @@ def require_tile_of_signals(ptr):
 @triton.jit
 def _require_signals(ptr):
     """Refuse pointers to another type: a word of another size would hold no signal."""
+    require_pointer(ptr)
     tl.static_assert(
         ptr.dtype.element_ty == tl.int32,
         "signal, wait: ptr must point to int32 signals; see il.pointer",

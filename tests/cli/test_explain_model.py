@@ -145,7 +145,7 @@ def test_no_time_is_below_what_the_data_sheet_allows(
         assert us >= 2 * rows * columns * inner / (tera_flops * 1e6) * (1 - 1e-9)
     if operator == "gemm_all_reduce":
         sent_bytes = 2 * 7 / 8 * rows * columns * 2
-        assert call["times_us"]["fused"] >= sent_bytes / (datasheet.link_gigabytes * 1e3) * 0.999
+        assert min(call["times_us"].values()) >= sent_bytes / datasheet.link_gigabytes / 1001
 
 
 def test_what_is_printed() -> None:

@@ -96,10 +96,8 @@ def times_on(
         summed = _composed_on(gpu, product_operator(SUM), call, dtype)
         times_us["gemm"] = max(times_us["gemm"], min(summed.values()))
         times_us["unfused"] = summed["unfused"] + norm_us(gpu, call, dtype)
-    return {
-        name: max(us, least_us(profile, declaration.name, call, declaration.is_pair(name)))
-        for name, us in times_us.items()
-    }
+    least = least_us(profile, declaration.name, call)
+    return {name: max(us, least) for name, us in times_us.items()}
 
 
 def norm_us(gpu: Gpu, call: SizedCall, dtype: torch.dtype) -> float:

@@ -60,14 +60,11 @@ DATASHEETS = {
 """By the name that ``torch.cuda.get_device_name`` returns."""
 
 
-def least_us(profile: MachineProfile, operator: str, call: SizedCall, is_pair: bool) -> float:
+def least_us(profile: MachineProfile, operator: str, call: SizedCall) -> float:
     """Return the microseconds below which no call of these sizes can be, by the GPU's data sheet.
 
     Compositions are factors, and carry sizes far from the measured ones, and other dtypes, beyond
     what the GPU's multipliers, memory and links can do.
-
-    Args:
-        is_pair: Whether PyTorch's pair runs. Switches may add up for it, so that it sends less.
 
     Returns:
         The longest of the three times; 0 of a GPU without a data sheet.
@@ -79,8 +76,9 @@ def least_us(profile: MachineProfile, operator: str, call: SizedCall, is_pair: b
     flops = 2 * call.rows * call.columns * call.inner
     # What leaves tile by tile need not be written to this rank's own memory.
     read_bytes = call.itemsize * (call.rows + call.columns) * call.inner
-    times_us = [flops / (tera_flops * 1e6), read_bytes / (datasheet.memory_gigabytes * 1e3)]
-    if not is_pair:
-        slowed = profile.link_bytes_per_s / (datasheet.link_gigabytes * 1e9)
-        times_us.append(profile.least_link_us(operator, call) * slowed)
-    return max(times_us)
+    link_bytes = profile.least_link_us(operator, call) * profile.link_bytes_per_s / 1e6
+    return max(
+        flops / (tera_flops * 1e6),
+        read_bytes / (datasheet.memory_gigabytes * 1e3),
+        link_bytes / (datasheet.link_gigabytes * 1e3),
+    )

@@ -172,6 +172,27 @@ def test_transformer_traffic_is_the_models() -> None:
     assert result.busy_ns[COMPUTE] > 1e9 * flops / 1e12
 
 
+def test_ranks_that_share_a_head_of_keys_and_values_compute_it_each() -> None:
+    """Sixty-four ranks had an eighth of each of eight heads, which no program computes."""
+    model = load_workload(transformer.Transformer, "transformer", "llama3-70b")
+    for tensor, columns in ((8, (64 + 2 * 8) * 128 // 8), (64, (1 + 2) * 128)):
+        step = model.step(Switch(tensor, 1e9, 10), Choices(tensor=tensor, pipeline=1))
+        (work,) = (task.work for task in step.tasks if task.name == "m0 l0 QKV")
+        assert isinstance(work, Kernel)
+        assert work.flops == 2 * 8192 * columns * 8192
+
+
+@pytest.mark.parametrize(("kind", "name"), [("transformer", "gpt3-175b"), ("moe", "deepseek-v3")])
+def test_adam_moves_all_that_it_reads_and_writes(kind: str, name: str) -> None:
+    """Of each weight the gradient, both moments and the float32 weight twice, and the weight."""
+    (work,) = (
+        task.work for task in Scenario(kind, model=name).step().tasks if task.name == "optimizer"
+    )
+    assert isinstance(work, Kernel)
+    weights = work.flops / 4
+    assert work.memory_bytes == weights * (4 + 2 * (4 + 4 + 4) + 2)
+
+
 def test_pipeline_fill_and_drain() -> None:
     base = Scenario(
         "transformer",
@@ -476,6 +497,22 @@ def test_machine_files(tmp_path: Path, changes: dict[str, Any], message: str) ->
         (
             Scenario("transformer", nodes=70, pipeline=7),
             r"layers must divide evenly over the pipeline's stages; got 96 and 7",
+        ),
+        (
+            Scenario("transformer", model_changes=(("ffn", 49153),)),
+            r"ffn must divide evenly over the tensor group; got 49153 and 8",
+        ),
+        (
+            Scenario("transformer", model_changes=(("key_value_heads", 12),)),
+            r"key_value_heads must divide evenly over the tensor group, or .*; got 12 and 8",
+        ),
+        (
+            Scenario("transformer", model_changes=(("key_value_heads", 192),)),
+            r"heads must be a multiple of key_value_heads; got 96 and 192",
+        ),
+        (
+            Scenario("moe", model_changes=(("top_k", 300),)),
+            r"top_k must be at most experts; got 300 and 256",
         ),
         (
             Scenario("transformer", machine="sc24-torus", nodes=64),

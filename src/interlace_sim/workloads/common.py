@@ -18,6 +18,8 @@ from interlace_sim.work import COMPUTE, Kernel, Task, Work, matrix_product
 _MOST_LAYERS = 2**12
 """Layers of a model, each of which is simulated."""
 
+_FLOAT32_BYTES = 4
+
 Fusing = Literal["none", "forward", "both"]
 """Which passes use the fused operators."""
 
@@ -72,6 +74,17 @@ class Workload(Strict):
                 raise ValueError(f"layers must be at most {_MOST_LAYERS}; got {value:g}")
         return self
 
+    @model_validator(mode="after")
+    def _share_heads(self) -> Workload:
+        heads, shared = (
+            getattr(getattr(self, key, None), "value", 1) for key in ("heads", "key_value_heads")
+        )
+        if heads % shared:
+            raise ValueError(
+                f"heads must be a multiple of key_value_heads; got {heads:g} and {shared:g}"
+            )
+        return self
+
     def step(self, topology: Topology, choices: Choices) -> Step:
         """List the tasks of the step on one rank of a network.
 
@@ -114,6 +127,15 @@ class Tasks:
     def kernel(self, name: str, flops: float, memory_bytes: float, *deps: str | None) -> str:
         """Append a kernel to the compute row and return its name."""
         return self.add(name, COMPUTE, Kernel(flops, memory_bytes), *deps)
+
+    def adam(
+        self, weights: float, gradient_bytes: float, itemsize: float, *deps: str | None
+    ) -> None:
+        """Append the kernel of Adam's step, which reads the gradient, reads and writes two moments
+        and the float32 weight, and writes the weight that products read.
+        """
+        moved_bytes = 2 * 3 * _FLOAT32_BYTES + gradient_bytes + itemsize
+        self.kernel("optimizer", 4 * weights, moved_bytes * weights, *deps)
 
     def product(
         self, name: str, m: float, n: float, k: float, itemsize: float, *deps: str | None

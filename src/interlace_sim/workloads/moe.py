@@ -53,6 +53,10 @@ class Moe(Workload):
                 f"experts must divide evenly over the ranks, or ranks over experts; got {experts} "
                 f"and {ranks}. Change the nodes."
             )
+        if self.top_k.value > experts:
+            raise ConfigError(
+                f"top_k must be at most experts; got {self.top_k.value:g} and {experts}."
+            )
         groups: list[tuple[int, ...]] | None = None
         # More ranks than experts: each group has every expert once.
         if experts < ranks:
@@ -207,5 +211,5 @@ def _tasks(
             work = Collective("all_reduce", choices.all_reduce, size, groups[1])
             gradients.append(out.add(f"l{layer} expert gradients", "gradients", work, stage.last))
     weights = layers * (stage.dense_weights() + stage.expert_weights())
-    out.kernel("optimizer", 4 * weights, 16 * weights, stage.last, *gradients)
+    out.adam(weights, model.gradient_bytes.value, model.itemsize.value, stage.last, *gradients)
     return out.tasks

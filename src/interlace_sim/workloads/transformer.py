@@ -44,6 +44,7 @@ class Transformer(Workload):
     gated_ffn: bool = False
     """Whether there are two first products instead of one (SwiGLU)."""
     vocabulary: Given
+    """Rows of the embedding and columns of the head, which no task computes."""
     sequence: Given
     microbatch: Given
     """Sequences that pass the pipeline together."""
@@ -89,8 +90,7 @@ class Transformer(Workload):
             if pipeline > 1:
                 out.add(f"m{micro} gradients of activations", COPY, activations, stage.last)
         weights = stage.weights() * layers
-        # Adam reads and writes two moments and the float32 weight, per weight.
-        out.kernel("optimizer", 4 * weights, 16 * weights, stage.last, *gradients)
+        out.adam(weights, self.gradient_bytes.value, self.itemsize.value, stage.last, *gradients)
         name = (
             f"{self.name}, tensor {tensor}, pipeline {pipeline}, data {data}, "
             f"fused: {choices.fused}"
@@ -110,10 +110,18 @@ class Transformer(Workload):
                 "layers must divide evenly over the pipeline's stages; got "
                 f"{self.layers.value:g} and {pipeline}. Change pipeline."
             )
-        if self.heads.value % tensor:
+        for name in ("heads", "ffn"):
+            count = getattr(self, name).value
+            if count % tensor:
+                raise ConfigError(
+                    f"{name} must divide evenly over the tensor group; got {count:g} and {tensor}. "
+                    "Change tensor."
+                )
+        heads = self.key_value_heads.value
+        if heads % tensor and tensor % heads:
             raise ConfigError(
-                f"heads must divide evenly over the tensor group; got {self.heads.value:g} and "
-                f"{tensor}. Change tensor."
+                "key_value_heads must divide evenly over the tensor group, or the group over them; "
+                f"got {heads:g} and {tensor}. Change tensor."
             )
         return ranks // (tensor * pipeline)
 
@@ -142,7 +150,9 @@ class _Stage:
         self.algorithm, self.slices = choices.all_reduce, choices.slices or 8
         self.tokens = int(model.microbatch.value * model.sequence.value)
         self.hidden, self.itemsize = int(model.hidden.value), int(model.itemsize.value)
-        self.kv = int(model.hidden.value * model.key_value_heads.value / model.heads.value)
+        # Where ranks share a head of keys and values, each computes it.
+        kv_heads = max(model.key_value_heads.value, self.tensor)
+        self.kv = int(model.hidden.value * kv_heads / model.heads.value)
         self.first = int(model.ffn.value) * (2 if model.gated_ffn else 1)
         self.last: str | None = None
 

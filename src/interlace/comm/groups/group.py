@@ -492,7 +492,10 @@ def group_named(name: str, device: torch.device) -> Group:
 
     The name ``""`` stands for the default group.
     """
-    return group_of(process_group_named(name), device)
+    process_group = process_group_named(name)
+    # A group that is known was valid when it was made, and its name is gone when it is destroyed.
+    known = known_group(process_group, device)
+    return group_of(process_group, device) if known is None else known
 
 
 def set_deadline(seconds: float, group: dist.ProcessGroup | None = None) -> None:

@@ -161,7 +161,15 @@ def doctor(
     gpu: Annotated[
         str, typer.Option(help="With --model: a GPU whose profile is shipped.")
     ] = "h200",
-    world_size: Ranks = None,
+    world_size: Annotated[
+        int | None,
+        typer.Option(
+            "--world-size",
+            "-n",
+            min=1,
+            help="Ranks; default: all GPUs, at most 8; with --client, 2.",
+        ),
+    ] = None,
     nodes: Nodes = None,
     backend: Backend = "auto",
     deadline: Annotated[

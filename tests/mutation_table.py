@@ -623,6 +623,13 @@ MUTANTS = [
     ),
     Mutant(
         "interlace/comm/replay/replays.py",
+        "self._remember(operands, work, place, replayable)",
+        "self._remember(operands, work, self._place(work, memory), replayable)",
+        "comm/test_recall.py"
+        "::test_what_moves_on_when_work_is_enqueued_is_remembered_as_it_was_before",
+    ),
+    Mutant(
+        "interlace/comm/replay/replays.py",
         "since < _TRIES",
         "since < 4",
         "comm/test_recall.py::test_what_never_becomes_a_graph_is_seldom_tried_again",

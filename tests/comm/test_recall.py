@@ -107,6 +107,29 @@ def test_memory_of_a_few_places_is_as_many_graphs(group: Group, places: int) -> 
     assert len(group.replays) == places
 
 
+def test_what_moves_on_when_work_is_enqueued_is_remembered_as_it_was_before(group: Group) -> None:
+    """A mapped output has two places in turn, and a graph is of the one that was captured."""
+    x, y, turns, used = torch.ones(4), torch.zeros(4), [0], []
+
+    def prepare(_: torch.Tensor) -> Callable[[], None]:
+        turn = turns[0]
+
+        def enqueue() -> None:
+            used.append(turn)
+            turns[0] = 1 - turn
+
+        return enqueue
+
+    work = DeferredCall(("moves on",), lambda _: (y,), prepare, where=lambda _: turns[0])
+    ways = []
+    for _ in range(8):
+        ways.append(group.recall(x.data_ptr()) is not None)
+        if not ways[-1]:
+            group.perform(work, x.data_ptr())
+    assert ways == [False] * 4 + [True] * 4
+    assert used == [0, 1] * 4
+
+
 def test_memory_that_is_never_the_same_is_no_graph(group: Group) -> None:
     double, x = _Doubling(group), torch.ones(4)
     kept = [double(x, take=New.like(x, [4])) for _ in range(5)]

@@ -170,10 +170,14 @@ class Replays:
             Whether ``enqueue`` was called.
         """
         full = self._key(key, with_libraries, copied) if self.may_replay() else None
-        if full is None:
+        return self._run(full, enqueue)
+
+    def _run(self, key: Hashable | None, enqueue: Callable[[], None]) -> bool:
+        """Enqueue work as :meth:`run` does, given its whole key; None for work that is no graph."""
+        if key is None:
             enqueue()
             return True
-        key, self._runs = full, self._runs + 1
+        self._runs += 1
         replayable = self._graphs.get(key)
         is_new = replayable is None
         if replayable is None:
@@ -226,12 +230,14 @@ class Replays:
             # The GPU takes longer for so much than the host to enqueue it.
             enqueue()
             return True
-        key, copied = (work.key, work.where(*memory)), [memory[index] for index in work.copied]
-        is_enqueued = self.run(key, enqueue, with_libraries=work.with_libraries, copied=copied)
-        if operands is not None and work.is_of_operands and self.may_replay():
-            replayable = self._graphs.get(self._key(key, work.with_libraries, copied))
+        # Before the work is enqueued, which may move on what it depends on.
+        place = self._place(work, memory) if self.may_replay() else None
+        key = None if place is None else (work.key, place)
+        is_enqueued = self._run(key, enqueue)
+        if operands is not None and work.is_of_operands:
+            replayable = self._graphs.get(key)
             if replayable is not None:
-                self._remember(operands, work, memory, replayable)
+                self._remember(operands, work, place, replayable)
         return is_enqueued
 
     def remembered(self, operands: Hashable) -> DeferredCall | None:
@@ -294,20 +300,22 @@ class Replays:
         self,
         operands: Hashable,
         work: DeferredCall,
-        memory: tuple[Any, ...],
+        place: Hashable,
         replayable: _Replayable,
     ) -> None:
-        """Find a call by its operands alone when they come again."""
+        """Find a call by its operands alone when they come again, where :meth:`_place` says so."""
         record = self._remembered.get(operands)
         if record is None:
             if len(self._remembered) >= _MAX_REMEMBERED:
                 self._remembered.clear()
             record = _Remembered(dataclasses.replace(work, prepare=_forgotten, again=None), {})
             self._remembered[operands] = record
-        record.graphs[self._place(work, memory)] = replayable
+        record.graphs[place] = replayable
 
-    def _place(self, work: DeferredCall, memory: tuple[Any, ...]) -> Hashable:
-        """Return what a graph of some work depends on beside the work's key."""
+    def _place(self, work: DeferredCall, memory: tuple[Any, ...]) -> Hashable | None:
+        """Return what a graph of some work depends on beside the work's key; None where that is not
+        known.
+        """
         copied = [memory[index] for index in work.copied]
         return self._key(work.where(*memory), work.with_libraries, copied)
 

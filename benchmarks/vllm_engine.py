@@ -122,7 +122,7 @@ TOP = 5
 
 NEW_PROMPTS = 12
 HOST_PROMPTS = (300, 600, 800, 1000, 1400, 2000, 4096)
-HOST_TURNS = 15
+HOST_WARM_UPS, HOST_TURNS = 5, 15
 
 PROFILED = {
     "decode 1": (1, 16, 16), "decode 32": (32, 16, 16), "prefill 200": (1, 200, 1),
@@ -155,7 +155,7 @@ def main() -> None:
         check_all(options)
         return
     if options.engine and options.host:
-        serve_prefills(options.model, options.layers)
+        serve_prefills(options.model, options.layers, expert_parallel=options.expert_parallel)
         return
     if options.engine:
         found = measured(
@@ -492,9 +492,12 @@ def measure_hosts(options: argparse.Namespace) -> None:
             ask = {way: stack.enter_context(host_engine(way, options)) for way in WAYS}
             times = {way: {} for way in WAYS}
             for tokens in HOST_PROMPTS:
-                turns = [{way: ask[way](tokens) for way in WAYS} for _ in range(5 + HOST_TURNS)]
+                turns = [
+                    {way: ask[way](tokens) for way in WAYS}
+                    for _ in range(HOST_WARM_UPS + HOST_TURNS)
+                ]
                 for way in WAYS:
-                    times[way][tokens] = spread([turn[way] for turn in turns[5:]])
+                    times[way][tokens] = spread([turn[way] for turn in turns[HOST_WARM_UPS:]])
             for way in WAYS:
                 found = {"prefill_ms": times[way], "host": ask[way](None)}
                 results.append({"way": way, "repeat": repeat, **found})
@@ -513,6 +516,7 @@ def host_engine(way: str, options: argparse.Namespace) -> Iterator[Callable[[int
         }  # fmt: skip
         command = [sys.executable, __file__, "--engine", "--host", "--json", os.devnull]
         command += ["--model", options.model, "--layers", str(options.layers)]
+        command += ["--expert-parallel"] * options.expert_parallel
         log = Path(folder) / "log"
         with (
             log.open("w") as errors,
@@ -542,7 +546,7 @@ def host_engine(way: str, options: argparse.Namespace) -> Iterator[Callable[[int
                     engine.kill()
 
 
-def serve_prefills(model: str, layers: int) -> None:
+def serve_prefills(model: str, layers: int, *, expert_parallel: bool) -> None:
     """Be an engine that reads numbers of tokens, a line each, and answers with the milliseconds of
     a prefill; to ``null`` with what the first worker's host does in short ones.
     """
@@ -558,6 +562,7 @@ def serve_prefills(model: str, layers: int) -> None:
         tensor_parallel_size=torch.cuda.device_count(), max_model_len=max(HOST_PROMPTS) + 8,
         gpu_memory_utilization=0.4, kv_cache_memory_bytes=2**32, max_num_seqs=8,
         max_num_batched_tokens=max(HOST_PROMPTS), enable_prefix_caching=False,
+        enable_expert_parallel=expert_parallel,
         compilation_config={"cudagraph_capture_sizes": [1, 8]},
     )  # fmt: skip
     generate = generator(engine, random.Random(1))

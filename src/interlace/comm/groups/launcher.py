@@ -32,6 +32,7 @@ from interlace.comm.runtime.deadlines import NEVER, checked_deadline_s
 from interlace.environment import changed, whole_number
 from interlace.errors import ArgumentError, BackendError, LaunchError, PeerTimeoutError
 
+_UNPICKLABLE = pickle.PicklingError, AttributeError, TypeError  # what pickle raises
 _UNGUARDED = (
     "The start of a program must be guarded, since every rank imports the program. Call launch "
     "below `if __name__ == '__main__':`."
@@ -121,7 +122,7 @@ def launch(
                     join=False,
                     start_method="spawn",
                 )
-            except (pickle.PicklingError, AttributeError, TypeError) as error:  # before any starts
+            except _UNPICKLABLE as error:  # before any starts
                 raise ArgumentError(
                     f"launch: arguments of the worker must be picklable; got {error}."
                 ) from error
@@ -160,7 +161,7 @@ def _require_importable(worker: Callable[..., Any]) -> None:
     name = getattr(worker, "__qualname__", repr(worker))
     try:
         pickle.dumps(worker)
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
+    except _UNPICKLABLE as error:
         raise LaunchError(
             f"launch: worker must be a function that a new process can import; got {name}, which "
             "cannot be pickled "

@@ -217,9 +217,12 @@ class Entrance:
     Where nothing looks at calls of operators it goes past PyTorch's dispatcher, whose way to a
     kernel in Python takes as long as a launch. A compiler, a mode, a transform or a profiler gets
     the operator itself.
+
+    Attributes:
+        operator: What the dispatcher knows.
     """
 
-    __slots__ = ("_arguments", "_operator", "_recorded", "_run")
+    __slots__ = ("_arguments", "_recorded", "_run", "operator")
 
     def __init__(
         self,
@@ -234,19 +237,14 @@ class Entrance:
             run: The implementation.
             recorded: The same, recorded for autograd; None if ``run`` itself refuses gradients.
         """
-        self._operator, self._run, self._recorded = operator, run, recorded
+        self.operator, self._run, self._recorded = operator, run, recorded
         self._arguments = len(operator._schema.arguments)
-
-    @property
-    def operator(self) -> torch._ops.OpOverload:
-        """Return what the dispatcher knows."""
-        return self._operator
 
     def __call__(self, *args: Any) -> Any:
         """Call the operator with its schema's arguments, all by position."""
         if is_unobserved() and are_ordinary(args):
             return self.past_dispatcher(*args)
-        return self._operator(*args)
+        return self.operator(*args)
 
     def past_dispatcher(self, *args: Any) -> Any:
         """Call the operator where nothing listens, with ordinary tensors: see
@@ -265,7 +263,7 @@ class Entrance:
         # Neither a compiler nor a mode of PyTorch's functions listens in such a program.
         is_listening = _is_profiled() or _C._len_torch_dispatch_stack() > 0
         if kwargs or len(args) < self._arguments or is_listening or forward_ad._current_level >= 0:
-            return self._operator(*args, **kwargs)
+            return self.operator(*args, **kwargs)
         # An operator without a gradient refuses one itself, so it need not be below autograd.
         return self._run(*args) if self._recorded is None else self.past_dispatcher(*args)
 

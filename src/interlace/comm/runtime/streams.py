@@ -140,11 +140,10 @@ class Streams:
         """Return whether a call would follow the most recent one on its stream, on torch's current
         GPU, so that there is nothing to order.
         """
-        index, last = self.device.index, self._order.executed
-        if last is None or torch._C._cuda_getDevice() != index:
-            return False
-        # Streams are remembered by handle, so that one that is not known is another one.
-        return self._order.streams.get(torch._C._cuda_getCurrentRawStream(index)) is last
+        return (
+            torch._C._cuda_getDevice() == self.device.index
+            and self.current() is self._order.executed
+        )
 
     def follow_last_call(self) -> None:
         """Order this call after the most recent call of any group on this GPU.

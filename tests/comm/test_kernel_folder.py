@@ -14,7 +14,7 @@ from pathlib import Path
 chosen, moved = map(Path, sys.argv[1:])
 if chosen.name != "none":
     os.environ["TRITON_CACHE_DIR"] = str(chosen)
-from interlace.comm.launching import kernel_folder
+from interlace.comm.runtime import kernel_folder
 # As Inductor does when it compiles its first kernel.
 os.environ["TRITON_CACHE_DIR"] = str(moved)
 from triton import knobs
@@ -70,7 +70,7 @@ def test_kernels_stay_where_they_were_kept_at_first(tmp_path: Path) -> None:
 
 _HASHES = """
 import importlib, json, sys
-from interlace.comm.launching.kernel_folder import hash_callees_first
+from interlace.comm.runtime.kernel_folder import hash_callees_first
 order = sys.argv[1:]
 hashes = {}
 for name in order:
@@ -107,7 +107,7 @@ def test_a_kernel_has_one_hash_in_whatever_order_kernels_are_compiled() -> None:
 
 _CONSTANTS = """
 import json
-from interlace.comm.launching.kernel_folder import hash_callees_first
+from interlace.comm.runtime.kernel_folder import hash_callees_first
 from tests.test_compile_targets import kernels
 from triton.language import constexpr
 

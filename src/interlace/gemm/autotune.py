@@ -7,7 +7,8 @@ import dataclasses
 import functools
 import logging
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +19,8 @@ from interlace.cache_folder import cache_folder
 from interlace.comm import Group
 from interlace.comm.groups.machine_rates import sets_past_cache
 from interlace.comm.host.identity import identity
+from interlace.comm.replay import tapes
+from interlace.comm.runtime.conditions import Condition, has, is_in_environment, returns
 from interlace.comm.runtime.driver import has_memory
 from interlace.comm.runtime.ordinary import call_apart, in_inductors_run
 from interlace.costs.time import in_order
@@ -101,6 +104,15 @@ def is_enabled(impl: str = "auto") -> bool:
     by_environment = environment.switch("INTERLACE_AUTOTUNE")
     return impl == "measured" if by_environment is None else by_environment
 
+
+def _conditions() -> Iterable[Condition]:
+    """Return the conditions that :func:`is_enabled` returns what it does now."""
+    yield returns(torch._C._get_deterministic_algorithms)
+    yield has(sys.modules[__name__], "_asked")
+    yield is_in_environment("INTERLACE_AUTOTUNE")
+
+
+tapes.depend_on(_conditions)
 
 _times_in = functools.cache(MeasuredTimes)
 

@@ -15,13 +15,16 @@ which each rank has a subtree: see :func:`batch_invariant`.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
 from interlace import environment
 from interlace.comm.launching.kernels import capability
+from interlace.comm.replay import tapes
+from interlace.comm.runtime.conditions import Condition, has, is_in_environment
 from interlace.errors import ArgumentError
 from interlace.registry import BATCH_INVARIANT, Implementation, Operator
 from interlace.tuning.choice import Choice
@@ -109,6 +112,15 @@ def batch_invariant(enabled: bool = True, *, ranks: bool | int = False) -> Itera
         yield
     finally:
         _asked = before
+
+
+def _conditions() -> Iterable[Condition]:
+    """Return the conditions that :func:`mode` returns what it does now."""
+    yield has(sys.modules[__name__], "_asked")
+    yield is_in_environment(_VARIABLE)
+
+
+tapes.depend_on(_conditions)
 
 
 def mode() -> int:

@@ -25,6 +25,7 @@ from interlace.comm.launching.kernels import (
     triton_dtype,
 )
 from interlace.comm.launching.within_node import WithinNode
+from interlace.comm.replay import tapes
 from interlace.comm.replay.deferred import DeferredCall, first
 from interlace.comm.replay.replays import AgainCall
 from interlace.gemm.call import GemmCall
@@ -437,11 +438,12 @@ def word_arguments(
         operator: The name in the deadline's error.
         mark: The number from ``Group.agree``.
     """
-    workspace = group.workspace(*size)
+    workspace, context = group.workspace(*size), group.context(operator)
+    tapes.keep(workspace.epochs, context)
     return {
         "words": workspace.data.address,
         "epochs": workspace.epochs,
-        "ctx": group.context(operator),
+        "ctx": context,
         "call": mark,
         "half": workspace.half_bytes // 8,
     }

@@ -20,6 +20,7 @@ from interlace.comm.groups.network import Network
 from interlace.comm.groups.process_groups import (
     default_group,
     device_of_group,
+    named_condition,
     note_default_group,
     process_group_named,
     require_alone,
@@ -34,6 +35,7 @@ from interlace.comm.host.health import Health, Launching, Running
 from interlace.comm.host.identity import identity, settings
 from interlace.comm.host.members import meet_members, members_of
 from interlace.comm.replay import recording as recordings
+from interlace.comm.replay import tapes
 from interlace.comm.replay.deferred import DeferredCall, PerformedCall
 from interlace.comm.replay.memory import releases
 from interlace.comm.runtime.deadlines import checked_deadline_s, default_deadline_s, recovery_s
@@ -261,6 +263,34 @@ class Group:
         be freed or ordered, and nobody captures or records it.
         """
         return not releases and self.streams.continues() and self.replays.may_replay()
+
+    def has_recorded(self) -> None:
+        """Say that all that a call has done from its arguments on was a step of its recording, if
+        there is one; see :mod:`interlace.comm.replay.tapes`.
+        """
+        recorder = tapes.recorder()
+        if recorder is None or not self.replays.is_enabled or torch.is_grad_enabled():
+            return
+        reference = weakref.ref(self)
+
+        def failed(error: BaseException) -> None:
+            group = reference()
+            if group is not None and group.capture_id() is None:
+                group.health.declare_interrupted("an operator's launches", error)
+
+        # A process on its own has no name.
+        if not self.name or known_group(process_group_named(self.name), self.device) is not self:
+            return
+        conditions = (
+            named_condition(self.name),
+            self.health.condition(),
+            releases.condition(),
+            recordings.condition(),
+            *self.streams.conditions(),
+        )
+        # Last, as a kernel may break the group at any time, and conditions are what is so now.
+        if not self.health.broken and self.may_recall():
+            recorder.complete(self.replays, conditions, failed)
 
     # Symmetric memory
 

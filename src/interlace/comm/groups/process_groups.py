@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from interlace.comm.runtime.conditions import Condition, by_id, returns
 from interlace.environment import whole_number
 from interlace.errors import ArgumentError, BackendError, GroupError
 
@@ -81,6 +82,13 @@ def process_group_named(name: str) -> dist.ProcessGroup | None:
             "has or whose group was destroyed. Make the group before the call, and destroy it "
             "after its last one."
         ) from error
+
+
+def named_condition(name: str) -> Condition:
+    """Return the condition that a name is that of the process group that has it now, which the
+    condition does not keep alive.
+    """
+    return by_id(returns(_resolver(), name))
 
 
 def default_name(group: dist.ProcessGroup | None) -> str:

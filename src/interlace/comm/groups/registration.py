@@ -15,6 +15,9 @@ from torch.autograd import forward_ad
 from torch.utils._pytree import tree_map_only
 
 from interlace.comm.groups.group import Group, known_group
+from interlace.comm.groups.process_groups import default_group
+from interlace.comm.replay import tapes
+from interlace.comm.runtime.conditions import Condition, by_id, has, returns
 from interlace.errors import ArgumentError
 
 OPERATOR_TAGS = (torch.Tag.pt2_compliant_tag,)
@@ -30,6 +33,11 @@ exchange something in every call, or the host waits for the device. A replay wou
 
 FROM_INDUCTOR = "from_inductor"
 """The attribute of an operator that is :meth:`Entrance.from_inductor`."""
+
+_as_plain = _C.DisableTorchFunctionSubclass
+"""The context in which tensors of subclasses, as parameters of engines are, are plain tensors:
+otherwise PyTorch calls the subclass for each look at one, at its shape or its address.
+"""
 
 _AUTOCAST = _C.DispatchKeySet(_C.DispatchKey.AutocastCPU) | _C.DispatchKeySet(
     _C.DispatchKey.AutocastCUDA
@@ -81,8 +89,13 @@ def register(
         return run(*args)
 
     kernel = run_without_autograd if backward is None else run
+
+    def run_on_plain_tensors(*args: Any) -> Any:
+        with _as_plain():
+            return kernel(*args)
+
     for device in ("CPU", "CUDA"):
-        library.impl(qualified_name, kernel, device)
+        library.impl(qualified_name, run_on_plain_tensors, device)
     torch.library.register_fake(f"interlace::{qualified_name}", fake, lib=library)
 
     def run_without_autocast(*args: Any) -> Any:
@@ -222,7 +235,7 @@ class Entrance:
         operator: What the dispatcher knows.
     """
 
-    __slots__ = ("_arguments", "_recorded", "_run", "operator")
+    __slots__ = ("_arguments", "_is_played", "_recorded", "_run", "operator")
 
     def __init__(
         self,
@@ -238,7 +251,7 @@ class Entrance:
             recorded: The same, recorded for autograd; None if ``run`` itself refuses gradients.
         """
         self.operator, self._run, self._recorded = operator, run, recorded
-        self._arguments = len(operator._schema.arguments)
+        self._arguments, self._is_played = len(operator._schema.arguments), False
 
     def __call__(self, *args: Any) -> Any:
         """Call the operator with its schema's arguments, all by position."""
@@ -264,9 +277,31 @@ class Entrance:
         is_listening = _is_profiled() or _C._len_torch_dispatch_stack() > 0
         if kwargs or len(args) < self._arguments or is_listening or forward_ad._current_level >= 0:
             return self.operator(*args, **kwargs)
-        # An operator without a gradient refuses one itself, so it need not be below autograd.
-        return self._run(*args) if self._recorded is None else self.past_dispatcher(*args)
+        if not self._is_played and any(type(arg) in _ON_GPUS and arg.is_cuda for arg in args):
+            self._is_played = True
+            setattr(self.operator, FROM_INDUCTOR, tapes.player(self.from_inductor))
+        with _as_plain():
+            # An operator without a gradient refuses one itself: it need not be below autograd.
+            return self._run(*args) if self._recorded is None else self.past_dispatcher(*args)
 
+
+_ON_GPUS = (torch.Tensor, torch.nn.Parameter)
+
+
+def _conditions() -> Iterable[Condition]:
+    """Return what a call past the dispatcher depends on beside its arguments and its group."""
+    yield returns(_is_profiled)
+    yield returns(_C._len_torch_dispatch_stack)
+    yield has(forward_ad, "_current_level")
+    yield returns(torch.is_grad_enabled)
+    yield by_id(returns(default_group.get))
+    # The property that the default group is, is looked up by functions of Python.
+    world = dist.distributed_c10d._world
+    is_there = hasattr(world, "_default_pg")
+    yield by_id(has(world, "_default_pg") if is_there else has(dist.GroupMember, "WORLD"))
+
+
+tapes.depend_on(_conditions)
 
 _entrances: dict[str, Entrance] = {}
 

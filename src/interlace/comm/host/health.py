@@ -17,6 +17,7 @@ from interlace.comm.host.members import Members
 from interlace.comm.replay.memory import call_when_gone, releases
 from interlace.comm.replay.replays import Replays
 from interlace.comm.runtime import context as ctx
+from interlace.comm.runtime.conditions import Condition, returns
 from interlace.comm.runtime.deadlines import EXPLANATION_S, checked_deadline_s, default_deadline_s
 from interlace.comm.runtime.interpreter import require
 from interlace.comm.runtime.ordinary import makes_ordinary_tensors
@@ -144,6 +145,10 @@ class Health:
         The results of later calls mean nothing.
         """
         return bool(self._record_view[ctx.RECORD_CODE])
+
+    def condition(self) -> Condition:
+        """Return the condition that the group is not broken, where it is not."""
+        return returns(self._record_view.item, ctx.RECORD_CODE)
 
     def check(self) -> None:
         """Raise the error of the first failure, if there was one.

@@ -16,9 +16,11 @@ from typing import Any
 import torch
 
 from interlace.comm.groups.group import Group
-from interlace.comm.launching import kernel_folder
 from interlace.comm.launching.within_node import WithinNode
 from interlace.comm.replay import recording as recordings
+from interlace.comm.replay import tapes
+from interlace.comm.runtime import kernel_folder
+from interlace.comm.runtime.conditions import Condition, has, returns
 from interlace.comm.runtime.dlpack import bytes_at, view_as
 from interlace.comm.runtime.interpreter import interpreting
 from interlace.comm.runtime.streams import launches
@@ -71,6 +73,7 @@ class Launch:
         Raises:
             TypeError: The names of the arguments are not the names of the kernel's parameters.
         """
+        tapes.spoil("a kernel is launched as if it was new")
         recording = recordings.active()
         arguments = (
             self.arguments
@@ -87,7 +90,7 @@ class Launch:
         if found is not None:
             compiled, constants = found
             stream = torch._C._cuda_getCurrentRawStream(key[1])
-            _enqueue(compiled, self.grid[0], stream, (*values, *constants))
+            _enqueue(compiled, self.grid[0], stream, values, constants)
             return
         try:
             with _shortcuts(), kernel_folder.ours():
@@ -125,7 +128,7 @@ class Launch:
             values = _in_order(kernel, arguments, names)
             stream = torch._C._cuda_getCurrentRawStream(device)
             launches.value += 1
-            _enqueue(compiled, programs, stream, (*values, *constants))
+            _enqueue(compiled, programs, stream, values, constants)
 
         return launch
 
@@ -136,21 +139,80 @@ class Launch:
             return self.kernel.warmup(*values, grid=self.grid, **self.constants, **COMPILED_WITH)
 
 
-def _enqueue(compiled: Any, programs: int, stream: int, values: tuple[Any, ...]) -> None:
+def _enqueue(
+    compiled: Any,
+    programs: int,
+    stream: int,
+    values: tuple[Any, ...],
+    constants: tuple[Any, ...],
+) -> None:
     """Enqueue a compiled kernel that has run before.
 
     Triton prepares what hooks are to be told, and calls them, in each launch; most of the time
     there are none. It also asks for the device and its stream by slower ways.
     """
-    runtime = _triton_runtime()
-    before, after = runtime.launch_enter_hook, runtime.launch_exit_hook
-    if getattr(before, "calls", before) or getattr(after, "calls", after):
+    if is_hooked():
+        tapes.spoil("Triton has hooks")
         compiled[(programs, 1, 1)](*values, stream=stream)
         return
-    compiled.run(
-        programs, 1, 1, stream, compiled.function, compiled.packed_metadata,
-        None, None, None, *values,
+    whole = (
+        programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None,
+        *values, *constants,
     )  # fmt: skip
+    recorder = tapes.recorder()
+    if recorder is None:
+        compiled.run(*whole)
+    else:
+        _note_launch(recorder, compiled.run, whole)
+
+
+def is_hooked() -> bool:
+    """Return whether Triton is to tell somebody of launches."""
+    runtime = _triton_runtime()
+    before, after = runtime.launch_enter_hook, runtime.launch_exit_hook
+    return bool(getattr(before, "calls", before) or getattr(after, "calls", after))
+
+
+def _no_hooks() -> Iterable[Condition]:
+    """Return the conditions that Triton has the hooks that it has now."""
+    runtime = _triton_runtime()
+    for name in ("launch_enter_hook", "launch_exit_hook"):
+        yield has(runtime, name)
+        calls = getattr(getattr(runtime, name), "calls", None)
+        if calls is not None:
+            yield returns(calls.__len__)
+
+
+tapes.depend_on(_no_hooks)
+
+
+def _note_launch(recorder: tapes.CallRecorder, run: Any, whole: tuple[Any, ...]) -> None:
+    """Launch a kernel, and note as a step what Triton's launcher, in Python, calls in C."""
+    launch, calls = run.launch, []
+
+    def note(*args: Any) -> None:
+        calls.append(args)
+        launch(*args)
+
+    with _noting:
+        run.launch = note
+        try:
+            run(*whole)
+        finally:
+            run.launch = launch
+    for args in calls:
+        # Of a kernel's own arguments, all but these are plain or tensors.
+        recorder.keep(*(value for value in args if isinstance(value, (list, bytes))))
+        recorder.keep(whole[5], *(value for value in whole[9:] if _is_of_triton(value)))
+        recorder.note(launch, args, {}, None, is_launch=True)
+
+
+def _is_of_triton(value: object) -> bool:
+    """Return whether a constant is an object of Triton's language."""
+    return type(value).__module__.startswith("triton.language")
+
+
+_noting = threading.Lock()
 
 
 @functools.cache  # an import takes longer than what it finds

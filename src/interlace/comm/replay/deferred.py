@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 
+from interlace.comm.replay.tapes import step
+
 Shaped = tuple[Sequence[int], torch.dtype]
 """Shape and dtype of a tensor."""
 
@@ -73,13 +75,13 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def empty_rows_on(device: torch.device) -> Callable[[int, int, torch.dtype], torch.Tensor]:
-    """Return what makes ``[rows, columns]`` of a dtype as :func:`empty` does, for calls that have
-    made sure that the device is torch's current GPU.
+    """Return what makes ``[rows, columns]`` of a dtype as :func:`empty` does, as a step of a tape,
+    for calls that have made sure that the device is torch's current GPU.
     """
     new = _empty_on_current_gpu
     if new is None or device.type != "cuda":
         return lambda rows, columns, dtype: torch.empty((rows, columns), dtype=dtype, device=device)
-    return lambda rows, columns, dtype: new((rows, columns), (columns, 1), dtype)
+    return lambda rows, columns, dtype: step(new, (rows, columns), (columns, 1), dtype)
 
 
 def addresses(*memory: torch.Tensor) -> Hashable:

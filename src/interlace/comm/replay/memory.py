@@ -36,6 +36,7 @@ from typing import Any
 
 import torch
 
+from interlace.comm.runtime.conditions import Condition, returns
 from interlace.comm.runtime.dlpack import bytes_at, view_as
 from interlace.comm.runtime.ordinary import makes_ordinary_tensors
 from interlace.errors import WorkspaceError
@@ -52,6 +53,10 @@ class ReleaseQueue:
 
     def __len__(self) -> int:
         return len(self._pending)
+
+    def condition(self) -> Condition:
+        """Return the condition that nothing is to be released, where nothing is."""
+        return returns(self._pending.__len__)
 
     def put(self, device: torch.device, release: Callable[[], object]) -> None:
         """Call ``release`` once ``device`` is idle: now if that is safe, or in :meth:`empty`."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from interlace.comm.runtime import context as ctx
+from interlace.comm.runtime.conditions import Condition, returns
 from interlace.comm.runtime.ordinary import makes_ordinary_tensors
 from interlace.units import MIB, ceil_div
 
@@ -129,6 +130,11 @@ _active: list[Recording] = []
 def active() -> Recording | None:
     """Return the recording of this process, or None."""
     return _active[-1] if _active else None
+
+
+def condition() -> Condition:
+    """Return the condition that nothing is recorded, where nothing is."""
+    return returns(_active.__len__)
 
 
 @contextlib.contextmanager

@@ -33,6 +33,7 @@ import torch
 
 from interlace import environment
 from interlace.comm.replay import recording as recordings
+from interlace.comm.replay import tapes
 from interlace.comm.replay.deferred import DeferredCall
 from interlace.comm.replay.memory import releases
 from interlace.comm.runtime.driver import allocation_of, is_out_of_memory
@@ -283,6 +284,7 @@ class Replays:
         """Remember no call any more, as ranks have agreed on another way to run some."""
         self._remembered.clear()
         self._alike.clear()
+        tapes.forget(self)
 
     def replay(self, operands: Hashable, memory: tuple[Any, ...]) -> bool:
         """Launch the graph of a remembered call with this memory, where :meth:`may_replay`; return
@@ -356,6 +358,7 @@ class Replays:
         return key
 
     def _launch(self, replayable: _Replayable) -> None:
+        tapes.spoil("a graph is replayed")
         replayable.last_run = self._runs
         # Counted before the launch: if that is interrupted, the graph may be running.
         launches.value += 1

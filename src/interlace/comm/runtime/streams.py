@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from interlace.comm.runtime.conditions import Condition, has, returns
 from interlace.comm.runtime.deadlines import FAILED_S
 from interlace.comm.runtime.driver import driver
 from interlace.errors import GroupError, WorkspaceError
@@ -143,6 +144,17 @@ class Streams:
         return (
             torch._C._cuda_getDevice() == self.device.index
             and self.current() is self._order.executed
+        )
+
+    def conditions(self) -> tuple[Condition, ...]:
+        """Return the conditions that a call follows the most recent one, as :meth:`continues` says,
+        on the stream that is torch's current one now, and that nobody captures it.
+        """
+        return (
+            returns(torch._C._cuda_getDevice),
+            returns(torch._C._cuda_getCurrentRawStream, self.device.index),
+            has(self._order, "executed"),
+            returns(torch._C._cuda_isCurrentStreamCapturing),
         )
 
     def follow_last_call(self) -> None:

@@ -19,6 +19,7 @@ from interlace.comm.launching.kernels import (
     known_factor,
     processors,
 )
+from interlace.comm.replay import tapes
 from interlace.comm.replay.deferred import DeferredCall, New, PerformedCall, Shaped, empty_rows_on
 from interlace.comm.replay.replays import AgainCall
 from interlace.comm.runtime.interpreter import require
@@ -289,14 +290,26 @@ def _again_of_any_rows(call: GemmCall, kernel: KernelOfWords) -> AgainCall | Non
         arguments |= {"part": product, "N": columns, "B": rows}
         with group.launching():
             if x_scale is None:
-                torch.mm(x, w.t(), out=product)
+                tapes.step(torch.mm, x, tapes.step(torch.t, w), out=product)
             else:
-                operands = Operands(x, w, None, x_scale, w_scale, dtype)
-                multiply_into(product, operands.all_rows(), operands.weight(), None)
+                tapes.step(_multiply_scaled, product, x, w, x_scale, w_scale)
             relaunch(_pushing_programs(rows, group), arguments)
+        group.has_recorded()
         return results
 
     return again
+
+
+def _multiply_scaled(
+    product: torch.Tensor,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    x_scale: torch.Tensor,
+    w_scale: torch.Tensor,
+) -> None:
+    """Compute the product of float8 operands."""
+    operands = Operands(x, w, None, x_scale, w_scale, product.dtype)
+    multiply_into(product, operands.all_rows(), operands.weight(), None)
 
 
 def _results_of_any_rows(call: GemmCall) -> Callable[[int], Normed]:
@@ -312,6 +325,7 @@ def _results_of_any_rows(call: GemmCall) -> Callable[[int], Normed]:
 
     def take(rows: int) -> Normed:
         y, total = new(rows, columns, y_dtype), new(rows, columns, total_dtype)
+        tapes.keep(no_scales)
         return Normed(y, total, new(rows, row_scales, scale_dtype) if has_scales else no_scales)
 
     return take
@@ -390,9 +404,10 @@ def _sum_again(
         w_scale: torch.Tensor | None,
         *vectors: torch.Tensor | None,
     ) -> Normed:
-        total = sum_up(x, w, bias, x_scale, w_scale)
+        total = tapes.step(sum_up, x, w, bias, x_scale, w_scale)
         results = take(len(x))
         relaunch(len(x), _sum_arguments(total, results, eps, *vectors))
+        group.has_recorded()
         return results
 
     return again

@@ -1,0 +1,655 @@
+/* Play calls that have been recorded; tapes.py says what they are, and compiles this.
+
+   Tensors are read by the functions that PyTorch keeps stable for compiled programs (aoti_torch_*),
+   whose addresses init() gets, so nothing of PyTorch is compiled here. Such a function takes a
+   pointer to an at::Tensor, which lies within the object of a Python tensor. */
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <structmember.h>
+
+#define MOST_SLOTS 64
+#define MOST_ARGUMENTS 64
+#define KEY_BYTES 2048
+#define MOST_KEYS 4096
+#define FIRST_TRY 8
+
+/* What a tensor is */
+
+typedef int (*of_tensor_32)(void *, int32_t *);
+typedef int (*of_tensor_64)(void *, int64_t *);
+typedef int (*of_tensor_pointer)(void *, void **);
+
+static PyTypeObject *tensor_type, *parameter_type;
+static PyObject *as_plain; /* the context in which parameters of subclasses are plain tensors */
+static PyObject *enter_name, *exit_name, *value_name;
+static Py_ssize_t tensor_offset;
+static of_tensor_64 get_dim;
+static of_tensor_pointer get_sizes, get_strides, get_data_ptr;
+static of_tensor_32 get_dtype, get_device_type, get_device_index;
+
+static PyObject *init(PyObject *module, PyObject *args) {
+  PyObject *tensor, *parameter, *plain;
+  unsigned long long at[7];
+  if (!PyArg_ParseTuple(args, "OOOnKKKKKKK", &tensor, &parameter, &plain, &tensor_offset, &at[0],
+                        &at[1], &at[2], &at[3], &at[4], &at[5], &at[6]))
+    return NULL;
+  enter_name = PyUnicode_InternFromString("__enter__");
+  exit_name = PyUnicode_InternFromString("__exit__");
+  value_name = PyUnicode_InternFromString("value");
+  if (enter_name == NULL || exit_name == NULL || value_name == NULL) return NULL;
+  as_plain = Py_NewRef(plain);
+  tensor_type = (PyTypeObject *)Py_NewRef(tensor);
+  parameter_type = (PyTypeObject *)Py_NewRef(parameter);
+  get_dim = (of_tensor_64)(uintptr_t)at[0];
+  get_sizes = (of_tensor_pointer)(uintptr_t)at[1];
+  get_strides = (of_tensor_pointer)(uintptr_t)at[2];
+  get_data_ptr = (of_tensor_pointer)(uintptr_t)at[3];
+  get_dtype = (of_tensor_32)(uintptr_t)at[4];
+  get_device_type = (of_tensor_32)(uintptr_t)at[5];
+  get_device_index = (of_tensor_32)(uintptr_t)at[6];
+  Py_RETURN_NONE;
+}
+
+/* Keys: all that a call depends on but the addresses of its tensors beyond a multiple of 16 */
+
+typedef struct {
+  char bytes[KEY_BYTES];
+  size_t length;
+} Key;
+
+static int put(Key *key, char tag, const void *bytes, size_t length) {
+  if (key->length + 1 + length > KEY_BYTES) return 0;
+  key->bytes[key->length++] = tag;
+  memcpy(key->bytes + key->length, bytes, length);
+  key->length += length;
+  return 1;
+}
+
+static int put_tensor(Key *key, PyObject *value) {
+  void *tensor = (char *)value + tensor_offset, *sizes, *strides, *address;
+  int64_t dims;
+  int32_t numbers[4];
+  if (get_dim(tensor, &dims) || get_sizes(tensor, &sizes) || get_strides(tensor, &strides) ||
+      get_data_ptr(tensor, &address) || get_dtype(tensor, &numbers[0]) ||
+      get_device_type(tensor, &numbers[1]) || get_device_index(tensor, &numbers[2]))
+    return 0;
+  numbers[3] = (int32_t)((uintptr_t)address % 16);
+  return put(key, 't', numbers, sizeof numbers) &&
+         put(key, 'd', sizes, dims * sizeof(int64_t)) &&
+         put(key, 'd', strides, dims * sizeof(int64_t));
+}
+
+/* Put an argument behind a key; return 0 where what it says is not known. Constants, and dtypes,
+   are one object each as long as the process runs. */
+static int put_argument(Key *key, PyObject *value, PyTypeObject *dtype) {
+  PyTypeObject *type = Py_TYPE(value);
+  if (type == tensor_type || PyType_IsSubtype(type, parameter_type)) return put_tensor(key, value);
+  if (value == Py_None || type == &PyBool_Type || type == dtype)
+    return put(key, 'o', &value, sizeof value);
+  if (type == &PyUnicode_Type) {
+    Py_ssize_t length;
+    const char *text = PyUnicode_AsUTF8AndSize(value, &length);
+    if (text == NULL) {
+      PyErr_Clear();
+      return 0;
+    }
+    return put(key, 'n', &length, sizeof length) && put(key, 's', text, length);
+  }
+  if (type == &PyFloat_Type) {
+    double number = PyFloat_AS_DOUBLE(value);
+    return put(key, 'f', &number, sizeof number);
+  }
+  if (type == &PyLong_Type) {
+    int overflow;
+    long long number = PyLong_AsLongLongAndOverflow(value, &overflow);
+    return !overflow && put(key, 'i', &number, sizeof number);
+  }
+  if (type == &PyList_Type && PyList_GET_SIZE(value) == 0) return put(key, 'e', "", 0);
+  return 0;
+}
+
+/* Expressions: a constant, a slot, or a tuple of expressions */
+
+typedef struct Expression {
+  PyObject *constant;    /* not NULL: the value */
+  Py_ssize_t slot;       /* of a slot, else -1 */
+  PyTypeObject *type;    /* of a tuple */
+  Py_ssize_t length;     /* of a tuple */
+  struct Expression *of; /* what a tuple holds */
+} Expression;
+
+static void clear_expression(Expression *made) {
+  Py_CLEAR(made->constant);
+  Py_CLEAR(made->type);
+  for (Py_ssize_t i = 0; i < made->length; i++) clear_expression(&made->of[i]);
+  PyMem_Free(made->of);
+  made->of = NULL;
+  made->length = 0;
+}
+
+/* Read ("constant", value), ("slot", number) or ("tuple", type, (expression, ...)). */
+static int read_expression(PyObject *text, Expression *made) {
+  memset(made, 0, sizeof *made);
+  made->slot = -1;
+  const char *kind;
+  PyObject *first, *second = NULL;
+  if (!PyArg_ParseTuple(text, "sO|O!", &kind, &first, &PyTuple_Type, &second)) return 0;
+  if (kind[0] == 'c') {
+    made->constant = Py_NewRef(first);
+  } else if (kind[0] == 's') {
+    made->slot = PyLong_AsSsize_t(first);
+    if (made->slot < 0 || made->slot >= MOST_SLOTS) {
+      PyErr_SetString(PyExc_ValueError, "a slot must be one of a tape's");
+      return 0;
+    }
+  } else {
+    made->type = (PyTypeObject *)Py_NewRef(first);
+    Py_ssize_t length = PyTuple_GET_SIZE(second);
+    made->of = PyMem_Calloc(length ? length : 1, sizeof(Expression));
+    if (made->of == NULL) {
+      PyErr_NoMemory();
+      return 0;
+    }
+    for (Py_ssize_t i = 0; i < length; i++) {
+      made->length = i + 1;
+      if (!read_expression(PyTuple_GET_ITEM(second, i), &made->of[i])) return 0;
+    }
+  }
+  return 1;
+}
+
+/* Return a new reference to an expression's value. */
+static PyObject *value_of(const Expression *made, PyObject **slots) {
+  if (made->constant != NULL) return Py_NewRef(made->constant);
+  if (made->slot >= 0) return Py_NewRef(slots[made->slot]);
+  /* A named tuple is laid out as a tuple is. */
+  PyObject *tuple = made->type == &PyTuple_Type ? PyTuple_New(made->length)
+                                                : made->type->tp_alloc(made->type, made->length);
+  if (tuple == NULL) return NULL;
+  for (Py_ssize_t i = 0; i < made->length; i++) {
+    PyObject *item = value_of(&made->of[i], slots);
+    if (item == NULL) {
+      Py_DECREF(tuple);
+      return NULL;
+    }
+    PyTuple_SET_ITEM(tuple, i, item);
+  }
+  return tuple;
+}
+
+static int visit_expression(const Expression *made, visitproc visit, void *arg) {
+  Py_VISIT(made->constant);
+  Py_VISIT(made->type);
+  for (Py_ssize_t i = 0; i < made->length; i++) {
+    int stop = visit_expression(&made->of[i], visit, arg);
+    if (stop) return stop;
+  }
+  return 0;
+}
+
+/* Tapes */
+
+typedef struct {
+  PyObject *function;
+  PyObject *names; /* of the last arguments, or NULL */
+  Expression arguments;
+  Py_ssize_t slot; /* of the result, or -1 */
+  int is_launch;
+} Step;
+
+/* What must be so for a call to be played: what a function returns, what an object has under a
+   name, or what a mapping has under a key. */
+typedef struct {
+  char kind; /* 'c', 'a' or 'i' */
+  PyObject *object, *argument;
+  PyObject *expected; /* NULL where no more than the address of the object is known */
+  void *address;
+} Condition;
+
+typedef struct {
+  PyObject_HEAD
+  Step *steps;
+  Condition *conditions;
+  Py_ssize_t count, slots, condition_count;
+  Expression result;
+  PyObject *launches, *failed;
+  int is_closed, playing;
+} Tape;
+
+static int tape_clear(Tape *self) {
+  for (Py_ssize_t i = 0; i < self->count; i++) {
+    Py_CLEAR(self->steps[i].function);
+    Py_CLEAR(self->steps[i].names);
+    clear_expression(&self->steps[i].arguments);
+  }
+  PyMem_Free(self->steps);
+  self->steps = NULL;
+  self->count = 0;
+  for (Py_ssize_t i = 0; i < self->condition_count; i++) {
+    Py_CLEAR(self->conditions[i].object);
+    Py_CLEAR(self->conditions[i].argument);
+    Py_CLEAR(self->conditions[i].expected);
+  }
+  PyMem_Free(self->conditions);
+  self->conditions = NULL;
+  self->condition_count = 0;
+  clear_expression(&self->result);
+  Py_CLEAR(self->launches);
+  Py_CLEAR(self->failed);
+  return 0;
+}
+
+static int tape_traverse(Tape *self, visitproc visit, void *arg) {
+  Py_VISIT(Py_TYPE(self));
+  for (Py_ssize_t i = 0; i < self->count; i++) {
+    Py_VISIT(self->steps[i].function);
+    Py_VISIT(self->steps[i].names);
+    int stop = visit_expression(&self->steps[i].arguments, visit, arg);
+    if (stop) return stop;
+  }
+  for (Py_ssize_t i = 0; i < self->condition_count; i++) {
+    Py_VISIT(self->conditions[i].object);
+    Py_VISIT(self->conditions[i].argument);
+    Py_VISIT(self->conditions[i].expected);
+  }
+  Py_VISIT(self->launches);
+  Py_VISIT(self->failed);
+  return visit_expression(&self->result, visit, arg);
+}
+
+static void tape_dealloc(Tape *self) {
+  PyTypeObject *type = Py_TYPE(self);
+  PyObject_GC_UnTrack(self);
+  tape_clear(self);
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
+/* Read ("c", function, (argument,) or (), value), ("a", object, name, value), ("i", mapping, key, value
+   or None), or one of these with the value's id() and True. */
+static int read_condition(PyObject *text, Condition *made) {
+  const char *kind;
+  PyObject *object, *argument, *expected;
+  int is_address = 0;
+  if (!PyArg_ParseTuple(text, "sOOO|p", &kind, &object, &argument, &expected, &is_address))
+    return 0;
+  made->kind = kind[0];
+  made->object = Py_NewRef(object);
+  if (made->kind != 'c')
+    made->argument = Py_NewRef(argument);
+  else if (PyTuple_Check(argument) && PyTuple_GET_SIZE(argument) == 1)
+    made->argument = Py_NewRef(PyTuple_GET_ITEM(argument, 0));
+  if (is_address) {
+    made->address = PyLong_AsVoidPtr(expected);
+    return !PyErr_Occurred();
+  }
+  made->expected = Py_NewRef(expected);
+  return 1;
+}
+
+/* Return whether something is as it was; an error is another answer. */
+static int is_so(const Condition *made) {
+  PyObject *found;
+  if (made->kind == 'a') {
+    found = PyObject_GetAttr(made->object, made->argument);
+  } else if (made->kind == 'i') {
+    found = PyDict_GetItemWithError(made->object, made->argument);
+    if (found == NULL && !PyErr_Occurred()) found = Py_None;
+    Py_XINCREF(found);
+  } else {
+    PyObject *values[2] = {NULL, made->argument};
+    found = PyObject_Vectorcall(
+        made->object, values + 1, (made->argument != NULL) | PY_VECTORCALL_ARGUMENTS_OFFSET, NULL);
+  }
+  if (found == NULL) {
+    PyErr_Clear();
+    return 0;
+  }
+  int is_equal = made->expected == NULL ? found == made->address : found == made->expected;
+  if (!is_equal && made->expected != NULL) {
+    is_equal = PyObject_RichCompareBool(found, made->expected, Py_EQ);
+    if (is_equal < 0) {
+      PyErr_Clear();
+      is_equal = 0;
+    }
+  }
+  Py_DECREF(found);
+  return is_equal;
+}
+
+/* Tape(steps, result, slots, conditions, launches, failed); a step is (function, ("tuple", ...),
+   names, slot, is_launch). */
+static int tape_init(Tape *self, PyObject *args, PyObject *names) {
+  PyObject *steps, *result, *conditions, *launches, *failed;
+  Py_ssize_t slots;
+  if (!PyArg_ParseTuple(args, "O!O!nO!OO", &PyTuple_Type, &steps, &PyTuple_Type, &result, &slots,
+                        &PyTuple_Type, &conditions, &launches, &failed))
+    return -1;
+  if (slots > MOST_SLOTS) {
+    PyErr_SetString(PyExc_ValueError, "a tape has too many slots");
+    return -1;
+  }
+  self->slots = slots;
+  self->steps = PyMem_Calloc(PyTuple_GET_SIZE(steps) + 1, sizeof(Step));
+  self->conditions = PyMem_Calloc(PyTuple_GET_SIZE(conditions) + 1, sizeof(Condition));
+  if (self->steps == NULL || self->conditions == NULL) {
+    PyErr_NoMemory();
+    return -1;
+  }
+  self->launches = Py_NewRef(launches);
+  self->failed = Py_NewRef(failed);
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(conditions); i++) {
+    self->condition_count = i + 1;
+    if (!read_condition(PyTuple_GET_ITEM(conditions, i), &self->conditions[i])) return -1;
+  }
+  if (!read_expression(result, &self->result)) return -1;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(steps); i++) {
+    Step *step = &self->steps[i];
+    PyObject *function, *arguments, *keywords;
+    if (!PyArg_ParseTuple(PyTuple_GET_ITEM(steps, i), "OO!Onp", &function, &PyTuple_Type,
+                          &arguments, &keywords, &step->slot, &step->is_launch))
+      return -1;
+    self->count = i + 1;
+    step->function = Py_NewRef(function);
+    step->names = keywords == Py_None ? NULL : Py_NewRef(keywords);
+    if (!read_expression(arguments, &step->arguments)) return -1;
+    if (step->arguments.length > MOST_ARGUMENTS || step->slot >= slots) {
+      PyErr_SetString(PyExc_ValueError, "a step has too many arguments, or a slot of no tape");
+      return -1;
+    }
+  }
+  return 0;
+}
+
+static PyObject *tape_close(Tape *self, PyObject *unused) {
+  self->is_closed = 1;
+  if (!self->playing) tape_clear(self);
+  Py_RETURN_NONE;
+}
+
+static int count_launch(PyObject *launches) {
+  PyObject *before = PyObject_GetAttr(launches, value_name);
+  if (before == NULL) return 0;
+  PyObject *one = PyLong_FromLong(1);
+  PyObject *after = one == NULL ? NULL : PyNumber_Add(before, one);
+  int is_set = after != NULL && PyObject_SetAttr(launches, value_name, after) == 0;
+  Py_XDECREF(after);
+  Py_XDECREF(one);
+  Py_DECREF(before);
+  return is_set;
+}
+
+/* Tell a tape that a call of it has ended with the error that is set, behind a launch. */
+static void tell_failed(Tape *tape) {
+  PyObject *type, *error, *traceback;
+  PyErr_Fetch(&type, &error, &traceback);
+  PyErr_NormalizeException(&type, &error, &traceback);
+  PyObject *told = PyObject_CallOneArg(tape->failed, error == NULL ? Py_None : error);
+  if (told == NULL) PyErr_WriteUnraisable(tape->failed);
+  Py_XDECREF(told);
+  PyErr_Restore(type, error, traceback);
+}
+
+static int run_step(const Step *step, PyObject **slots) {
+  /* The first place is the callee's. */
+  PyObject *values[MOST_ARGUMENTS + 1];
+  Py_ssize_t length = step->arguments.length, made = 0;
+  for (; made < length; made++) {
+    values[made + 1] = value_of(&step->arguments.of[made], slots);
+    if (values[made + 1] == NULL) break;
+  }
+  PyObject *result = NULL;
+  if (made == length) {
+    Py_ssize_t named = step->names == NULL ? 0 : PyTuple_GET_SIZE(step->names);
+    result = PyObject_Vectorcall(step->function, values + 1,
+                                 (size_t)(length - named) | PY_VECTORCALL_ARGUMENTS_OFFSET,
+                                 step->names);
+  }
+  for (Py_ssize_t i = 0; i < made; i++) Py_DECREF(values[i + 1]);
+  if (result == NULL) return 0;
+  if (step->slot >= 0)
+    slots[step->slot] = result;
+  else
+    Py_DECREF(result);
+  return 1;
+}
+
+static void end(Tape *tape) {
+  if (--tape->playing == 0 && tape->is_closed) tape_clear(tape);
+  Py_DECREF(tape);
+}
+
+/* Leave a context whose end does not depend on an error, and keep the error that is set. */
+static void leave(PyObject *context) {
+  PyObject *type, *error, *traceback;
+  PyErr_Fetch(&type, &error, &traceback);
+  PyObject *none[] = {context, Py_None, Py_None, Py_None};
+  PyObject *left = PyObject_VectorcallMethod(exit_name, none, 4, NULL);
+  if (left == NULL) PyErr_WriteUnraisable(context);
+  Py_XDECREF(left);
+  PyErr_Restore(type, error, traceback);
+}
+
+/* Make a call by its tape; return NULL with an error, or NULL without one if it must take the long
+   way. */
+static PyObject *play(Tape *tape, PyObject *const *args, Py_ssize_t count) {
+  Py_INCREF(tape);
+  tape->playing++;
+  /* Whatever runs here may close the tape, which keeps what it has as long as it is played. */
+  int launched = 0, is_permitted = 1, is_done = 1;
+  for (Py_ssize_t i = 0; i < tape->condition_count && is_permitted; i++)
+    is_permitted = is_so(&tape->conditions[i]);
+  if (!is_permitted || tape->is_closed) {
+    end(tape);
+    return NULL;
+  }
+  PyObject *plain = PyObject_CallNoArgs(as_plain), *entered = NULL;
+  if (plain != NULL) entered = PyObject_CallMethodNoArgs(plain, enter_name);
+  is_done = entered != NULL;
+  PyObject *slots[MOST_SLOTS];
+  for (Py_ssize_t i = 0; i < tape->slots; i++) slots[i] = i < count ? args[i] : NULL;
+  for (Py_ssize_t i = 0; i < tape->count && is_done; i++) {
+    if (tape->steps[i].is_launch) {
+      /* Counted before the launch: if that is interrupted, the kernel may be running. */
+      launched = 1;
+      is_done = count_launch(tape->launches);
+    }
+    is_done = is_done && run_step(&tape->steps[i], slots);
+  }
+  PyObject *result = is_done ? value_of(&tape->result, slots) : NULL;
+  if (result == NULL && launched) tell_failed(tape);
+  for (Py_ssize_t i = count; i < tape->slots; i++) Py_XDECREF(slots[i]);
+  if (entered != NULL) leave(plain);
+  Py_XDECREF(entered);
+  Py_XDECREF(plain);
+  end(tape);
+  return result;
+}
+
+static PyMethodDef tape_methods[] = {
+    {"close", (PyCFunction)tape_close, METH_NOARGS, "Be played no more, and let go of everything."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot tape_slots[] = {
+    {Py_tp_init, tape_init},
+    {Py_tp_dealloc, tape_dealloc},
+    {Py_tp_traverse, tape_traverse},
+    {Py_tp_clear, tape_clear},
+    {Py_tp_methods, tape_methods},
+    {0, NULL},
+};
+
+static PyType_Spec tape_spec = {
+    "interlace_player.Tape", sizeof(Tape), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, tape_slots,
+};
+
+static PyTypeObject *tape_type;
+
+/* Players */
+
+typedef struct {
+  PyObject_HEAD
+  vectorcallfunc vectorcall;
+  PyObject *call, *record; /* the long way, and the same with a recording, given a key */
+  PyTypeObject *dtype;
+  PyObject *tapes; /* by key; the number of calls where there is no tape */
+} Player;
+
+static PyObject *call_recording(Player *self, PyObject *key, PyObject *const *args,
+                                Py_ssize_t count) {
+  PyObject *arguments = PyTuple_New(count + 1);
+  if (arguments == NULL) return NULL;
+  PyTuple_SET_ITEM(arguments, 0, Py_NewRef(key));
+  for (Py_ssize_t i = 0; i < count; i++) PyTuple_SET_ITEM(arguments, i + 1, Py_NewRef(args[i]));
+  PyObject *result = PyObject_CallObject(self->record, arguments);
+  Py_DECREF(arguments);
+  return result;
+}
+
+static PyObject *player_call(PyObject *object, PyObject *const *args, size_t flags,
+                             PyObject *names) {
+  Player *self = (Player *)object;
+  Py_ssize_t count = PyVectorcall_NARGS(flags);
+  Key key;
+  key.length = 0;
+  int is_known = names == NULL && count < MOST_SLOTS;
+  for (Py_ssize_t i = 0; is_known && i < count; i++)
+    is_known = put_argument(&key, args[i], self->dtype);
+  if (!is_known) return PyObject_Vectorcall(self->call, args, flags, names);
+  PyObject *bytes = PyBytes_FromStringAndSize(key.bytes, key.length), *result = NULL;
+  if (bytes == NULL) return NULL;
+  PyObject *found = PyDict_GetItemWithError(self->tapes, bytes);
+  if (found == NULL && PyErr_Occurred()) goto done;
+  if (found != NULL && Py_TYPE(found) == tape_type && !((Tape *)found)->is_closed) {
+    Py_INCREF(found);
+    result = play((Tape *)found, args, count);
+    Py_DECREF(found);
+    if (result == NULL && !PyErr_Occurred())
+      result = PyObject_Vectorcall(self->call, args, flags, names);
+    goto done;
+  }
+  /* A closed tape begins anew. */
+  long calls = found != NULL && PyLong_CheckExact(found) ? PyLong_AsLong(found) + 1 : 1;
+  if (found == NULL && PyDict_GET_SIZE(self->tapes) >= MOST_KEYS) PyDict_Clear(self->tapes);
+  PyObject *number = PyLong_FromLong(calls);
+  if (number == NULL || PyDict_SetItem(self->tapes, bytes, number) < 0) {
+    Py_XDECREF(number);
+    goto done;
+  }
+  Py_DECREF(number);
+  /* Two calls are recorded, which must be alike: the 8th and the 9th, or those from 16, 32, ... */
+  int is_first = calls >= FIRST_TRY && (calls & (calls - 1)) == 0;
+  int is_second = calls > FIRST_TRY && ((calls - 1) & (calls - 2)) == 0;
+  result = is_first || is_second ? call_recording(self, bytes, args, count)
+                                 : PyObject_Vectorcall(self->call, args, flags, names);
+done:
+  Py_DECREF(bytes);
+  return result;
+}
+
+static PyObject *player_keep(Player *self, PyObject *args) {
+  PyObject *key, *tape;
+  if (!PyArg_ParseTuple(args, "O!O!", &PyBytes_Type, &key, tape_type, &tape)) return NULL;
+  if (PyDict_SetItem(self->tapes, key, tape) < 0) return NULL;
+  Py_RETURN_NONE;
+}
+
+static int player_traverse(Player *self, visitproc visit, void *arg) {
+  Py_VISIT(Py_TYPE(self));
+  Py_VISIT(self->call);
+  Py_VISIT(self->record);
+  Py_VISIT(self->tapes);
+  return 0;
+}
+
+static int player_clear(Player *self) {
+  Py_CLEAR(self->call);
+  Py_CLEAR(self->record);
+  Py_CLEAR(self->tapes);
+  return 0;
+}
+
+static void player_dealloc(Player *self) {
+  PyTypeObject *type = Py_TYPE(self);
+  PyObject_GC_UnTrack(self);
+  player_clear(self);
+  Py_CLEAR(self->dtype);
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
+/* Player(call, record, dtype) */
+static int player_init(Player *self, PyObject *args, PyObject *names) {
+  PyObject *call, *record, *dtype;
+  if (!PyArg_ParseTuple(args, "OOO!", &call, &record, &PyType_Type, &dtype)) return -1;
+  self->vectorcall = player_call;
+  self->call = Py_NewRef(call);
+  self->record = Py_NewRef(record);
+  self->dtype = (PyTypeObject *)Py_NewRef(dtype);
+  self->tapes = PyDict_New();
+  return self->tapes == NULL ? -1 : 0;
+}
+
+static PyMethodDef player_methods[] = {
+    {"keep", (PyCFunction)player_keep, METH_VARARGS, "Play calls of a key by a tape from here on."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyMemberDef player_members[] = {
+    {"__vectorcalloffset__", T_PYSSIZET, offsetof(Player, vectorcall), READONLY, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyType_Slot player_slots[] = {
+    {Py_tp_init, player_init},
+    {Py_tp_dealloc, player_dealloc},
+    {Py_tp_traverse, player_traverse},
+    {Py_tp_clear, player_clear},
+    {Py_tp_call, PyVectorcall_Call},
+    {Py_tp_methods, player_methods},
+    {Py_tp_members, player_members},
+    {0, NULL},
+};
+
+static PyType_Spec player_spec = {
+    "interlace_player.Player", sizeof(Player), 0,
+    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL, player_slots,
+};
+
+static PyMethodDef methods[] = {
+    {"init", init, METH_VARARGS, "Take PyTorch's types and functions."},
+    {NULL, NULL, 0, NULL},
+};
+
+/* Types of PyTorch hold on to its modules, and those to others, at the end of Python as well. */
+static int clear_module(PyObject *module) {
+  Py_CLEAR(tensor_type);
+  Py_CLEAR(parameter_type);
+  Py_CLEAR(as_plain);
+  return 0;
+}
+
+static void free_module(void *module) { clear_module(module); }
+
+static struct PyModuleDef module_def = {
+    PyModuleDef_HEAD_INIT, "interlace_player", NULL, -1, methods, NULL, NULL, clear_module,
+    free_module,
+};
+
+PyMODINIT_FUNC PyInit_interlace_player(void) {
+  PyObject *module = PyModule_Create(&module_def);
+  if (module == NULL) return NULL;
+  tape_type = (PyTypeObject *)PyType_FromSpec(&tape_spec);
+  PyObject *player_type = PyType_FromSpec(&player_spec);
+  if (tape_type == NULL || player_type == NULL ||
+      PyModule_AddObjectRef(module, "Tape", (PyObject *)tape_type) < 0 ||
+      PyModule_AddObjectRef(module, "Player", player_type) < 0) {
+    Py_DECREF(module);
+    return NULL;
+  }
+  return module;
+}

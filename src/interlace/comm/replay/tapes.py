@@ -1,0 +1,353 @@
+"""Record what a call does, and play it when such a call comes again, past Python.
+
+A program's own code, run between two calls of an operator, leaves nothing of the operator's Python
+in the processor's caches: what takes 15 us in a loop takes 30 to 100 us there, where a stock pair,
+which is C++, takes as long as in a loop. What such a call does is always the same where its
+arguments are, but for the addresses of tensors: it allocates results, multiplies, launches. So two
+calls are recorded as such *steps*, and if both recordings are alike, later calls are made from them
+by ``player.c``: it looks at the arguments, asks whether calls may be played now, and makes the
+steps, without a line of Python of its own.
+
+A call has a tape only if it says that its steps are all that it does (``Group.has_recorded``), if
+all that steps get is an argument, another step's result or the same in every call, and if nothing
+is launched that is no step. The player is compiled as Triton compiles its own launchers, in less
+than a second; where it cannot be, calls take the long way.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import functools
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from interlace.comm.runtime import kernel_folder
+from interlace.comm.runtime.conditions import Condition
+from interlace.comm.runtime.streams import launches
+
+T = TypeVar("T")
+Expression = tuple[Any, ...]
+"""What a step gets: ``("constant", value)``, ``("slot", number)`` or ``("tuple", type, items)``.
+Slots hold the call's arguments, and behind them what steps return.
+"""
+
+log = logging.getLogger("interlace.replay")
+
+_PLAIN = (int, float, str, bool, type(None), torch.dtype, torch.device)
+_MOST_SLOTS = 64  # of player.c
+_MOST_WAITING = 64  # calls that have been recorded once; others of a program come in between
+
+
+class _Unrecordable(Exception):
+    """What a call does is not known from its arguments."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RecordedCall:
+    """What a call does.
+
+    Attributes:
+        steps: Function, arguments, the names of the last of those, the slot of the result or -1,
+            and whether it is a launch.
+        result: The call's.
+        slots: Their number.
+        conditions: What must be so for such a call to be played.
+        failed: Is told the error of a call that ends behind a launch.
+        holder: Returns what the tape belongs to; None when that is gone.
+    """
+
+    steps: tuple[tuple[Any, Expression, tuple[str, ...] | None, int, bool], ...]
+    result: Expression
+    slots: int
+    conditions: tuple[Condition, ...]
+    failed: Callable[[BaseException], None]
+    holder: Callable[[], Any]
+
+    def is_like(self, other: RecordedCall) -> bool:
+        """Return whether both calls have done the same."""
+        return self.holder() is other.holder() and _are_alike(
+            (self.steps, self.result, self.slots), (other.steps, other.result, other.slots)
+        )
+
+
+def _are_alike(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    if type(one) is not type(other) or isinstance(one, torch.Tensor):
+        return False
+    if isinstance(one, tuple):
+        return len(one) == len(other) and all(map(_are_alike, one, other))
+    return bool(one == other)
+
+
+class CallRecorder:
+    """Note what one call does."""
+
+    def __init__(self, args: tuple[Any, ...]) -> None:
+        """Begin with the arguments of a call."""
+        self._steps: list[tuple[Any, Expression, tuple[str, ...] | None, int, bool]] = []
+        self._slots: dict[int, int] = {}
+        self._lasting: set[int] = set()
+        self._alive: list[Any] = [args]  # an id is its object's as long as that lives
+        self._addresses: set[int] = set()
+        self._count = len(args)
+        self._fault = ""
+        self._ways: tuple[Any, ...] | None = None
+        for slot, value in enumerate(args):
+            if isinstance(value, torch.Tensor):
+                self._hold(value, slot)
+
+    def keep(self, *values: Any) -> None:
+        """Take values as they are in every call, as long as the holder keeps the tape."""
+        self._alive += values
+        self._lasting.update(map(id, values))
+
+    def spoil(self, reason: str) -> None:
+        """Be no recording, for a reason in words."""
+        self._fault = self._fault or reason
+
+    def complete(
+        self,
+        holder: Any,
+        conditions: tuple[Condition, ...],
+        failed: Callable[[BaseException], None],
+    ) -> None:
+        """Say that all that the call does has been noted; see :class:`RecordedCall`.
+
+        Args:
+            holder: What the tape belongs to, which neither steps nor conditions nor ``failed`` keep
+                alive.
+        """
+        self._ways = conditions, failed, weakref.ref(holder)
+
+    def note(
+        self,
+        function: Any,
+        args: tuple[Any, ...],
+        names: dict[str, Any],
+        result: object,
+        *,
+        is_launch: bool = False,
+    ) -> None:
+        """Note a step that has been made."""
+        try:
+            arguments = self._expression((*args, *names.values()))
+        except _Unrecordable as error:
+            self.spoil(str(error))
+            return
+        slot = -1
+        if isinstance(result, torch.Tensor) and id(result) not in self._slots:
+            slot, self._count = self._count, self._count + 1
+            self._hold(result, slot)
+        self._steps.append((function, arguments, tuple(names) or None, slot, is_launch))
+
+    def finished(self, result: object) -> RecordedCall | None:
+        """Return what the call has done, given its result; None where that is not known."""
+        if self._ways is None:
+            return None
+        try:
+            found = self._expression(result)
+        except _Unrecordable as error:
+            self.spoil(str(error))
+        if self._fault or self._count > _MOST_SLOTS:
+            log.debug("a call has no tape: %s", self._fault or "too many tensors")
+            return None
+        return RecordedCall(tuple(self._steps), found, self._count, *self._ways)
+
+    def _hold(self, tensor: torch.Tensor, slot: int) -> None:
+        if id(tensor) in self._slots:
+            self.spoil("one tensor is two arguments")
+        self._slots[id(tensor)] = slot
+        self._alive.append(tensor)
+        if tensor.numel():
+            self._addresses.add(tensor.data_ptr())
+
+    def _expression(self, value: Any) -> Expression:
+        if id(value) in self._lasting:
+            return "constant", value
+        if isinstance(value, torch.Tensor):
+            slot = self._slots.get(id(value))
+            if slot is None:
+                raise _Unrecordable("a tensor is neither an argument nor a step's")
+            return "slot", slot
+        if isinstance(value, tuple):
+            return "tuple", type(value), tuple(map(self._expression, value))
+        if not isinstance(value, _PLAIN):
+            raise _Unrecordable(f"an argument is a {type(value).__name__}")
+        if type(value) is int and value in self._addresses:
+            raise _Unrecordable("a number is a tensor's address")
+        return "constant", value
+
+
+class _Calling(threading.local):
+    recorder: CallRecorder | None = None
+
+
+_thread = _Calling()
+
+
+def recorder() -> CallRecorder | None:
+    """Return what records the call that this thread makes; None if nothing does."""
+    return _thread.recorder
+
+
+def step(function: Callable[..., T], *args: Any, **names: Any) -> T:
+    """Return ``function(*args, **names)``, and note it as one step, whatever it does.
+
+    Args:
+        function: It must do the same in every call with such arguments, and refer to no operand.
+        args, names: Tensors are the call's arguments, results of earlier steps, or what the
+            recording was told to keep; anything else is the same in every such call.
+    """
+    made = _thread.recorder
+    if made is None:
+        return function(*args, **names)
+    _thread.recorder = None
+    try:
+        result = function(*args, **names)
+    finally:
+        _thread.recorder = made
+    made.note(function, args, names, result)
+    return result
+
+
+def keep(*values: Any) -> None:
+    """Let the recording of the call that this thread makes, if it makes one, take values as they
+    are in every call; see :meth:`CallRecorder.keep`.
+    """
+    made = _thread.recorder
+    if made is not None:
+        made.keep(*values)
+
+
+def spoil(reason: str) -> None:
+    """Let the recording of the call that this thread makes, if it makes one, be none: something is
+    done that is no step.
+    """
+    made = _thread.recorder
+    if made is not None:
+        made.spoil(reason)
+
+
+def depend_on(conditions: Callable[[], Iterable[Condition]]) -> None:
+    """Play calls only while conditions hold.
+
+    Args:
+        conditions: Returns them, as they are while a call is recorded.
+    """
+    _asked.append(conditions)
+
+
+_asked: list[Callable[[], Iterable[Condition]]] = []
+
+
+def player(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what makes calls as ``call`` does, by its tape where there is one; ``call`` itself
+    where the player cannot be compiled.
+
+    Args:
+        call: Takes arguments by position alone.
+    """
+    native = _native()
+    if native is None:
+        return call
+    first: dict[bytes, RecordedCall] = {}
+
+    def record(key: bytes, *args: Any) -> Any:
+        made = _thread.recorder = CallRecorder(args)
+        settings = tuple(condition for conditions in _asked for condition in conditions())
+        try:
+            result = call(*args)
+        finally:
+            _thread.recorder = None
+        recorded, before = made.finished(result), first.pop(key, None)
+        if recorded is not None and before is not None and recorded.is_like(before):
+            playing.keep(key, _tape(native, recorded, settings))
+        elif recorded is not None:
+            if len(first) >= _MOST_WAITING:
+                del first[next(iter(first))]
+            first[key] = recorded
+        return result
+
+    playing = native.Player(call, record, torch.dtype)
+    return playing  # type: ignore[no-any-return]
+
+
+def _tape(native: Any, recorded: RecordedCall, settings: tuple[Condition, ...]) -> Any:
+    """Return the tape of a call, which its holder can close."""
+    conditions = (*recorded.conditions, *settings)
+    tape = native.Tape(
+        recorded.steps, recorded.result, recorded.slots, conditions, launches, recorded.failed
+    )
+    holder = recorded.holder()
+    if holder not in _held:
+        # What the steps refer to goes with the holder.
+        _held[holder] = []
+        weakref.finalize(holder, _close, _held[holder])
+    _held[holder].append(tape)
+    return tape
+
+
+_held: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
+
+
+def forget(holder: Any) -> None:
+    """Play none of the tapes of a holder any more."""
+    _close(_held.get(holder, []))
+
+
+def _close(tapes: list[Any]) -> None:
+    for tape in tapes:
+        tape.close()
+    tapes.clear()
+
+
+@functools.cache
+def _native() -> Any:
+    """Return the compiled player; None where there is no compiler, or PyTorch is another."""
+    try:
+        from triton.runtime.build import compile_module_from_src
+
+        source = Path(__file__).with_name("player.c").read_text()
+        with kernel_folder.ours():
+            module = compile_module_from_src(source, "interlace_player")
+        plain = torch._C.DisableTorchFunctionSubclass
+        module.init(torch.Tensor, torch.nn.Parameter, plain, *_tensor_functions())
+    except Exception as error:
+        log.info("calls are made without the compiled player: %s", error)
+        return None
+    return module
+
+
+_FUNCTIONS = (
+    "get_dim", "get_sizes", "get_strides", "get_data_ptr", "get_dtype", "get_device_type",
+    "get_device_index",
+)  # fmt: skip
+
+
+def _tensor_functions() -> tuple[int, ...]:
+    """Return where a Python tensor's object holds its ``at::Tensor``, which is one pointer, and the
+    addresses of the functions that read one.
+
+    Raises:
+        OSError, AttributeError, RuntimeError: PyTorch has no such thing.
+    """
+    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+    addresses = [
+        ctypes.cast(getattr(library, f"aoti_torch_{name}"), ctypes.c_void_p).value or 0
+        for name in _FUNCTIONS
+    ]
+    tensors = torch.empty(3), torch.empty(2, 4)[:, 1:], torch.nn.Parameter(torch.empty(1))
+    width, head = ctypes.sizeof(ctypes.c_void_p), object.__basicsize__
+    for offset in range(head, torch.Tensor.__basicsize__, width):
+        read = [ctypes.c_void_p.from_address(id(tensor) + offset).value for tensor in tensors]
+        if read == [tensor._cdata for tensor in tensors]:
+            return offset, *addresses
+    raise RuntimeError("a Python tensor does not hold its at::Tensor")

@@ -1,0 +1,536 @@
+"""Recorded calls and the compiled player; calls of operators are tested on GPUs
+(tests/gpu/test_replays_gpu.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import interlace
+import interlace.operators  # what calls of operators depend on
+from interlace.comm.groups.process_groups import default_group
+from interlace.comm.replay import recording, tapes
+from interlace.comm.replay.memory import releases
+from interlace.comm.runtime import context as ctx
+from interlace.comm.runtime.conditions import by_id, has, is_in_environment, returns
+from interlace.comm.runtime.streams import launches
+
+_BEFORE = 9  # calls after which there is a tape
+
+
+class _Mode(TorchDispatchMode):
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return function(*args, **(kwargs or {}))
+
+
+class _Holder:
+    is_open = True
+
+
+class _Doubling:
+    """A call that adds twice a tensor to another, and what it needs."""
+
+    def __init__(self) -> None:
+        self.holder, self.long_ways, self.failures = _Holder(), 0, []
+        self.one, self.conditions = torch.ones(()), []
+        self.launch: Callable[..., None] = lambda y, factor: None
+        self.play = tapes.player(self.call)
+        assert self.play is not self.call, "the player cannot be compiled here"
+
+    def call(self, x: torch.Tensor, y: torch.Tensor | None, *options: Any) -> Any:
+        self.long_ways += 1
+        recorder = tapes.recorder()
+        tapes.keep(self.one)
+        doubled = tapes.step(torch.mul, x, 2.0)
+        total = doubled if y is None else tapes.step(torch.add, doubled, y, alpha=1)
+        if recorder is not None:
+            recorder.note(self.launch, (total, (self.one, 3)), {}, None, is_launch=True)
+            conditions = (has(self.holder, "is_open"), *self.conditions)
+            recorder.complete(self.holder, conditions, self.failures.append)
+        return total, (self.one, None)
+
+    def repeat(self, *arguments: Any, times: int = _BEFORE) -> None:
+        for _ in range(times):
+            self.play(*arguments)
+
+
+@pytest.fixture
+def doubling() -> _Doubling:
+    return _Doubling()
+
+
+def test_a_call_that_comes_again_is_played(doubling: _Doubling) -> None:
+    launched = []
+    doubling.launch = lambda *args: launched.append(args)
+    doubling.repeat(torch.zeros(3), torch.ones(3))
+    assert doubling.long_ways == _BEFORE
+    before = launches.value
+    x, y = torch.arange(3.0), torch.full((3,), 5.0)
+    total, (one, nothing) = doubling.play(x, y)
+    assert doubling.long_ways == _BEFORE
+    assert total.tolist() == [5, 7, 9]
+    assert one is doubling.one
+    assert nothing is None
+    assert launches.value == before + 1
+    assert launched == [(total, (doubling.one, 3))]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        (torch.zeros(4), torch.ones(4)),
+        (torch.zeros(3, 1), torch.ones(3)),
+        (torch.zeros(6)[::2], torch.ones(3)),
+        (torch.zeros(3, dtype=torch.float64), torch.ones(3)),
+        (torch.zeros(4)[1:], torch.ones(3)),
+        (torch.zeros(3), None),
+        (torch.zeros(3), torch.ones(3), None),
+        (torch.zeros(3), torch.ones(3), ""),
+    ],
+    ids=["size", "dimensions", "stride", "dtype", "alignment", "absent", "more", "text"],
+)
+def test_another_call_is_not_played(doubling: _Doubling, other: tuple[Any, ...]) -> None:
+    doubling.repeat(torch.zeros(3), torch.ones(3), times=_BEFORE + 1)
+    assert doubling.long_ways == _BEFORE
+    total, _ = doubling.play(*other)
+    assert doubling.long_ways == _BEFORE + 1
+    assert total.dtype == other[0].dtype
+
+
+@pytest.mark.parametrize(
+    "options",
+    [(1,), (2,), (-1,), (-2,), (1.0,), (True,), (False,), (None,), ("a",), ("b",), ("ab",),
+     (torch.float16,), (torch.float32,), ([],), ("", "a"), ("a", "")],
+    ids=str,
+)  # fmt: skip
+def test_options_are_part_of_a_call(doubling: _Doubling, options: tuple[Any, ...]) -> None:
+    x, y = torch.zeros(3), torch.ones(3)
+    doubling.repeat(x, y, 0)
+    for one in ((1,), (2,), (-1,), (-2,), (1.0,), (True,), (None,), ("a",), ([],), ("", "a")):
+        if (type(one[0]), one) != (type(options[0]), options):
+            doubling.repeat(x, y, *one)
+    before = doubling.long_ways
+    doubling.play(x, y, *options)
+    assert doubling.long_ways == before + 1
+
+
+@pytest.mark.parametrize("options", [([1],), ((),), (1 << 70,), ({},)], ids=str)
+def test_options_that_are_not_looked_at_take_the_long_way(
+    doubling: _Doubling, options: tuple[Any, ...]
+) -> None:
+    doubling.repeat(torch.zeros(3), None, *options, times=3 * _BEFORE)
+    assert doubling.long_ways == 3 * _BEFORE
+
+
+def test_calls_that_take_turns_are_played(doubling: _Doubling) -> None:
+    """As those of a layer do, of which each is recorded between two recordings of the others."""
+    kinds = [(torch.zeros(size), None) for size in range(1, 9)]
+    for _ in range(_BEFORE):
+        for kind in kinds:
+            doubling.play(*kind)
+    before = doubling.long_ways
+    for kind in kinds:
+        doubling.play(*kind)
+    assert doubling.long_ways == before
+
+
+def test_arguments_by_name_and_subclasses_take_the_long_way(doubling: _Doubling) -> None:
+    class Other(torch.Tensor):
+        pass
+
+    x = torch.zeros(3)
+    for _ in range(2 * _BEFORE):
+        doubling.play(x, y=None)
+        doubling.play(x.as_subclass(Other), None)
+    assert doubling.long_ways == 4 * _BEFORE
+
+
+def test_parameters_of_subclasses_are_tensors(doubling: _Doubling) -> None:
+    """PyTorch looks at them, as at those of engines, by way of Python, and not while they are
+    played.
+    """
+    looks = []
+
+    class Engines(torch.nn.Parameter):
+        @classmethod
+        def __torch_function__(cls, function: Any, *others: Any) -> Any:
+            looks.append(function)
+            return super().__torch_function__(function, *others)
+
+    doubling.repeat(torch.zeros(3), None)
+    x = torch.ones(3)
+    for parameter in (torch.nn.Parameter(x, False), Engines(x, False)):
+        before = doubling.long_ways
+        looks.clear()
+        total, _ = doubling.play(parameter, None)
+        assert doubling.long_ways == before
+        assert looks == []
+        assert type(total) is torch.Tensor
+        assert total.tolist() == [2, 2, 2]
+    assert Engines(x, False).numel() == 3
+    assert looks, "they are looked at so again afterwards"
+
+
+def test_what_must_be_so(doubling: _Doubling, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OF_THIS_TEST", "1")
+    kept: list[int] = []
+    doubling.conditions = [
+        returns(torch.is_grad_enabled), returns(kept.__len__), returns({0: 5}.get, 0),
+        is_in_environment("OF_THIS_TEST"), is_in_environment("NEVER_SET"),
+        by_id(has(doubling, "one")),
+    ]  # fmt: skip
+
+    def is_played() -> bool:
+        before = doubling.long_ways
+        doubling.play(torch.zeros(3), None)
+        return doubling.long_ways == before
+
+    doubling.repeat(torch.zeros(3), None)
+    assert is_played()
+    with torch.no_grad():
+        assert not is_played()
+    kept.append(1)
+    assert not is_played()
+    kept.clear()
+    assert is_played()
+    for variable, value in (("OF_THIS_TEST", "2"), ("NEVER_SET", "")):
+        with monkeypatch.context() as patch:
+            patch.setenv(variable, value)
+            assert not is_played()
+    monkeypatch.delenv("OF_THIS_TEST")
+    assert not is_played()
+    monkeypatch.setenv("OF_THIS_TEST", "1")
+    doubling.holder.is_open = False
+    assert not is_played()
+    del doubling.holder.is_open
+    assert is_played()
+    doubling.one = torch.ones(())
+    assert not is_played()
+
+
+def test_what_is_not_known_has_no_tape(doubling: _Doubling) -> None:
+    long_way: Callable[..., Any]
+
+    def plus(x: torch.Tensor, _: Any) -> torch.Tensor:
+        return x + 1
+
+    def unknown_tensor(x: torch.Tensor) -> Any:
+        return tapes.step(torch.add, x, torch.ones(3))
+
+    def unknown_result(x: torch.Tensor) -> Any:
+        return tapes.step(torch.add, x, 1) + 1
+
+    def address(x: torch.Tensor) -> Any:
+        return tapes.step(plus, x, x.data_ptr())
+
+    def unlike(x: torch.Tensor) -> Any:
+        numbers.append(0)
+        return tapes.step(torch.add, x, len(numbers))
+
+    def spoiled(x: torch.Tensor) -> Any:
+        tapes.spoil("for a test")
+        return tapes.step(torch.add, x, 1)
+
+    def incomplete(x: torch.Tensor) -> Any:
+        return tapes.step(torch.add, x, 1)
+
+    def listed(x: torch.Tensor) -> Any:
+        return tapes.step(plus, x, [1])
+
+    numbers: list[int] = []
+    for long_way in (
+        unknown_tensor, unknown_result, address, unlike, spoiled, incomplete, listed,
+    ):  # fmt: skip
+        calls = 0
+
+        def call(x: torch.Tensor, long_way: Callable[..., Any] = long_way) -> Any:
+            nonlocal calls
+            calls += 1
+            result = long_way(x)
+            recorder = tapes.recorder()
+            if recorder is not None and long_way is not incomplete:
+                recorder.complete(doubling.holder, (), doubling.failures.append)
+            return result
+
+        play, x = tapes.player(call), torch.zeros(3)
+        for _ in range(40):
+            play(x)
+        assert calls == 40, long_way.__name__
+
+
+def test_one_tensor_given_twice_says_nothing_of_two(doubling: _Doubling) -> None:
+    x = torch.ones(3)
+    doubling.repeat(x, x, times=12)
+    y = torch.full((3,), 5.0)
+    assert doubling.play(x, y)[0].tolist() == [7, 7, 7]
+    # Later recordings, of two tensors, make a tape, which is right for one tensor as well.
+    doubling.repeat(x, y, times=40)
+    before = doubling.long_ways
+    assert doubling.play(x, x)[0].tolist() == [3, 3, 3]
+    assert doubling.long_ways == before
+
+
+def test_an_error_is_told_if_something_may_run(doubling: _Doubling) -> None:
+    def fail(*_: Any) -> None:
+        raise MemoryError("too little")
+
+    steps = [lambda *_: None, lambda *_: None]
+    doubling.launch = lambda *args: steps[0](*args)
+    doubling.one = torch.ones(())
+    doubling.repeat(torch.zeros(3), None)
+    steps[0] = fail
+    before = launches.value
+    with pytest.raises(MemoryError, match="too little") as caught:
+        doubling.play(torch.zeros(3), None)
+    assert launches.value == before + 1
+    assert doubling.failures == [caught.value]
+    # The long way is not taken behind what may have run.
+    assert doubling.long_ways == _BEFORE
+    steps[0] = lambda *_: None
+    doubling.play(torch.zeros(3), None)
+
+
+def test_an_error_before_a_launch_is_told_to_nobody(doubling: _Doubling) -> None:
+    doubling.repeat(torch.zeros(3), torch.ones(3))
+    before = launches.value
+    with pytest.raises(RuntimeError, match="size of tensor"):
+        doubling.play(torch.zeros(3), torch.ones(2))  # the long way
+    refuse = False
+
+    def multiply(x: torch.Tensor) -> torch.Tensor:
+        if refuse:
+            raise MemoryError
+        return 2 * x
+
+    def call(x: torch.Tensor) -> Any:
+        y = tapes.step(multiply, x)
+        recorder = tapes.recorder()
+        if recorder is not None:
+            recorder.complete(doubling.holder, (), doubling.failures.append)
+        return y
+
+    play = tapes.player(call)
+    for _ in range(_BEFORE):
+        play(torch.zeros(3))
+    refuse = True
+    with pytest.raises(MemoryError):
+        play(torch.zeros(3))
+    assert doubling.failures == []
+    assert launches.value == before
+
+
+def test_tapes_are_forgotten_and_recorded_again(doubling: _Doubling) -> None:
+    doubling.repeat(torch.zeros(3), None)
+    one = weakref.ref(doubling.one)
+    tapes.forget(doubling.holder)
+    doubling.one = torch.zeros(())
+    gc.collect()
+    assert one() is None, "a tape that is forgotten keeps nothing alive"
+    _, (given, _) = doubling.play(torch.zeros(3), None)
+    assert given is doubling.one
+    doubling.repeat(torch.zeros(3), None)
+    before = doubling.long_ways
+    assert doubling.play(torch.zeros(3), None)[1][0] is doubling.one
+    assert doubling.long_ways == before
+
+
+def test_a_tape_goes_with_its_holder() -> None:
+    kept, calls = torch.ones(3), 0
+    holder = _Holder()
+
+    def call(x: torch.Tensor) -> Any:
+        nonlocal calls
+        calls += 1
+        recorder = tapes.recorder()
+        value = kept
+        if recorder is not None and holder is not None:
+            recorder.keep(value)
+            recorder.complete(holder, (), print)
+        return tapes.step(torch.add, x, value)
+
+    play = tapes.player(call)
+    for _ in range(_BEFORE + 1):
+        play(torch.zeros(3))
+    assert calls == _BEFORE
+    of_kept = weakref.ref(kept)
+    holder = kept = None  # type: ignore[assignment]
+    gc.collect()
+    assert of_kept() is None
+    with pytest.raises(TypeError):
+        play(torch.zeros(3))  # the long way, which has nothing to add any more
+
+
+def test_a_tape_may_be_forgotten_while_it_is_played(doubling: _Doubling) -> None:
+    doubling.launch = lambda *_: tapes.forget(doubling.holder)
+    doubling.repeat(torch.zeros(3), torch.ones(3))
+    total, (one, _) = doubling.play(torch.zeros(3), torch.ones(3))
+    assert doubling.long_ways == _BEFORE
+    assert total.tolist() == [1, 1, 1]
+    assert one is doubling.one
+    doubling.play(torch.zeros(3), torch.ones(3))
+    assert doubling.long_ways == _BEFORE + 1
+
+
+def test_many_kinds_of_calls_do_not_pile_up(doubling: _Doubling) -> None:
+    x = torch.zeros(3)
+    for number in range(5000):
+        doubling.play(x, None, number)
+    doubling.repeat(x, None, 7, times=2 * _BEFORE)
+    before = doubling.long_ways
+    doubling.play(x, None, 7)
+    assert doubling.long_ways == before
+
+
+def test_nothing_is_played_where_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr("triton.runtime.build.compile_module_from_src", refuse)
+    tapes._native.cache_clear()
+    try:
+        call = lambda x: x  # noqa: E731
+        assert tapes.player(call) is call
+    finally:
+        tapes._native.cache_clear()
+
+
+def test_no_references_are_lost_or_kept(doubling: _Doubling) -> None:
+    x, y = torch.zeros(3), torch.ones(3)
+    doubling.repeat(x, y)
+    values = [x, y, doubling.one, None, doubling.launch]
+    for _ in range(3):
+        before = [sys.getrefcount(value) for value in values]
+        for _ in range(1000):
+            doubling.play(x, y)
+        after = [sys.getrefcount(value) for value in values]
+        assert [b - a for a, b in zip(before, after, strict=True) if abs(b - a) > 20] == []
+
+
+def _played_where_it_may_be() -> dict[str, bool]:
+    """In which states of a group and its program a recorded call is played. What a GPU would be
+    asked is answered here.
+    """
+    members = dist.new_group()
+    group = interlace.group_of(members, device="cpu")
+    long_ways, gpu = 0, {"device": None, "stream": 7, "capturing": False}
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        nonlocal long_ways
+        long_ways += 1
+        y = tapes.step(torch.mul, x, 2)
+        group.has_recorded()
+        return y
+
+    play, x = tapes.player(call), torch.ones(3)
+
+    def is_played() -> bool:
+        before = long_ways
+        assert play(x).tolist() == [2, 2, 2]
+        return long_ways == before
+
+    def played_within(context: contextlib.AbstractContextManager[Any]) -> bool:
+        with context:
+            return is_played()
+
+    @contextlib.contextmanager
+    def on_gpu(name: str, value: Any) -> Iterator[None]:
+        before, gpu[name] = gpu[name], value
+        yield
+        gpu[name] = before
+
+    @contextlib.contextmanager
+    def broken() -> Iterator[None]:
+        record = group.health._record_view
+        record[ctx.RECORD_CODE] = ctx.LATE
+        yield
+        record[ctx.RECORD_CODE] = 0
+
+    @contextlib.contextmanager
+    def pending() -> Iterator[None]:
+        releases._pending.append((torch.device("cpu"), print))
+        yield
+        releases._pending.clear()
+
+    @contextlib.contextmanager
+    def another_stream() -> Iterator[None]:
+        before, group.streams._order.executed = group.streams._order.executed, None
+        yield
+        group.streams._order.executed = before
+
+    asked = {
+        "_cuda_getDevice": lambda: gpu["device"],
+        "_cuda_getCurrentRawStream": lambda _: gpu["stream"],
+        "_cuda_isCurrentStreamCapturing": lambda: gpu["capturing"],
+    }
+    with contextlib.ExitStack() as stack:
+        for name, answer in asked.items():
+            stack.enter_context(mock.patch.object(torch._C, name, answer, create=True))
+        capturing = mock.patch.object(
+            torch.cuda, "is_current_stream_capturing", asked["_cuda_isCurrentStreamCapturing"]
+        )
+        stack.enter_context(capturing)
+        stack.enter_context(mock.patch.object(group.replays, "is_enabled", True))
+        group.streams._order.streams[7] = group.streams._order.executed = torch.Stream("cpu")
+        seen = {}
+        for _ in range(2 * _BEFORE):
+            seen["with gradients"] = is_played()
+        with torch.no_grad():
+            for _ in range(5 * _BEFORE):
+                seen["at first"] = is_played()
+            for name, context in {
+                "with gradients again": torch.enable_grad(),
+                "broken": broken(),
+                "something to release": pending(),
+                "behind a call on another stream": another_stream(),
+                "on another GPU": on_gpu("device", 1),
+                "on another stream": on_gpu("stream", 8),
+                "captured": on_gpu("capturing", True),
+                "recorded": recording.recording(group.health),
+                "listened to": torch.profiler.profile(),
+                "in a mode": _Mode(),
+                "in forward mode": forward_ad.dual_level(),
+                "batch-invariant": interlace.batch_invariant(),
+                "measured": interlace.autotune(),
+                "by a variable": mock.patch.dict("os.environ", {"INTERLACE_AUTOTUNE": "1"}),
+                "in another world": default_group_is(group),
+            }.items():
+                seen[name] = played_within(context)
+            seen["at last"] = is_played()
+            with mock.patch.object(group.replays, "is_enabled", False):
+                group.replays.forget()
+                for _ in range(5 * _BEFORE):
+                    seen["forgotten, without replays"] = is_played()
+            for _ in range(20 * _BEFORE):
+                seen["recorded again"] = is_played()
+            dist.destroy_process_group(members)
+            seen["destroyed"] = is_played()
+    return seen
+
+
+@contextlib.contextmanager
+def default_group_is(group: interlace.comm.Group) -> Iterator[None]:
+    """Let calls without a group take this one."""
+    token = default_group.set(group)
+    yield
+    default_group.reset(token)
+
+
+def test_a_group_plays_calls_only_as_they_were_recorded(ranks: Any) -> None:
+    for seen in ranks(2).run(_played_where_it_may_be):
+        played = {name for name, is_played in seen.items() if is_played}
+        assert played == {"at first", "at last", "recorded again"}
+        assert len(seen) == 21

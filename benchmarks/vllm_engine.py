@@ -19,9 +19,9 @@ a profile of what the GPU of the first rank does in decoding steps and in prefil
 ``--host`` measures something else: an engine captures no more than 8 tokens, so that prefills are
 eager as in a server whose prompts exceed its graphs. One engine of each way runs at a time, and
 they take turns with each prefill, as hosts differ from minute to minute; each repeat starts both
-anew. Milliseconds by number of tokens, and what Python does in the first worker in five short
-prefills, by function: calls, milliseconds of its own, and with what it calls. A profile lengthens
-all of it by about a half.
+anew. Milliseconds by number of tokens, of the whole and of the slowest worker's host, and what
+Python does in the first worker in five short prefills, by function: calls, milliseconds of its own,
+and with what it calls. A profile lengthens all of it by about a half.
 
     python benchmarks/vllm_engine.py --json FILE --checks all [--layers 4] [--at-once 2]
 
@@ -304,19 +304,17 @@ def generated(model: str, layers: int, check: str, *, is_eager: bool) -> dict[st
         is_eager: Whether the model is neither compiled nor captured.
     """
     import torch
-    from vllm import LLM, SamplingParams
+    from vllm import SamplingParams
 
     tensor_parallel = torch.cuda.device_count() // CHECKS[check].get("pipeline_parallel_size", 1)
-    folder = save_config(Path(os.environ["VLLM_CACHE_ROOT"]), model, layers)
     arguments: dict[str, Any] = {
         "max_num_seqs": 16, "max_num_batched_tokens": 2048, "enable_prefix_caching": False,
         "tensor_parallel_size": tensor_parallel, **CHECKS[check],
     }  # fmt: skip
-    engine = LLM(
-        model=str(folder), load_format="dummy", skip_tokenizer_init=True, seed=0,
-        max_model_len=2048, gpu_memory_utilization=0.3, kv_cache_memory_bytes=2**32,
-        compilation_config={"cudagraph_capture_sizes": [1, 2, 4, 8, 16]},
-        enforce_eager=is_eager, **arguments,
+    folder, engine = make_engine(
+        model, layers, max_model_len=2048, gpu_memory_utilization=0.3,
+        kv_cache_memory_bytes=2**32, enforce_eager=is_eager,
+        compilation_config={"cudagraph_capture_sizes": [1, 2, 4, 8, 16]}, **arguments,
     )  # fmt: skip
     engine.collective_rpc(draw_weights)
     request = {}
@@ -426,18 +424,14 @@ def measured(
 ) -> dict[str, Any]:
     """Return the times of one engine in this process and its workers, and its timelines."""
     import torch
-    from vllm import LLM
 
-    # vLLM knows a model by its folder.
-    known = save_config(Path(os.environ["VLLM_CACHE_ROOT"]), model, layers)
     with tempfile.TemporaryDirectory() as folder:
         profiler = {
             "profiler": "torch", "torch_profiler_dir": folder, "torch_profiler_with_stack": False,
         }  # fmt: skip
         begin = time.perf_counter()
-        engine = LLM(
-            model=str(known), load_format="dummy", skip_tokenizer_init=True, seed=0,
-            tensor_parallel_size=torch.cuda.device_count(), max_model_len=4608,
+        _, engine = make_engine(
+            model, layers, tensor_parallel_size=torch.cuda.device_count(), max_model_len=4608,
             gpu_memory_utilization=0.7, max_num_seqs=max(SEQUENCES),
             max_num_batched_tokens=max(PROMPTS), enable_prefix_caching=False,
             enable_expert_parallel=expert_parallel,
@@ -462,6 +456,15 @@ def measured(
                 engine.stop_profile()
                 result["timeline"][name] = newest_timeline(Path(folder))
         return result
+
+
+def make_engine(model: str, layers: int, **arguments: Any) -> tuple[Path, Any]:
+    """Return the folder of a model's sizes, by which vLLM knows it, and its engine."""
+    from vllm import LLM
+
+    folder = save_config(Path(os.environ["VLLM_CACHE_ROOT"]), model, layers)
+    fixed = {"load_format": "dummy", "skip_tokenizer_init": True, "seed": 0}
+    return folder, LLM(model=str(folder), **fixed, **arguments)
 
 
 def generator(engine: Any, numbers: random.Random) -> Generate:
@@ -490,17 +493,21 @@ def measure_hosts(options: argparse.Namespace) -> None:
     for repeat in range(options.repeats):
         with contextlib.ExitStack() as stack:
             ask = {way: stack.enter_context(host_engine(way, options)) for way in WAYS}
-            times = {way: {} for way in WAYS}
+            times: dict[str, dict[str, dict[int, Any]]] = {
+                way: {"prefill_ms": {}, "host_ms": {}} for way in WAYS
+            }
             for tokens in HOST_PROMPTS:
                 turns = [
                     {way: ask[way](tokens) for way in WAYS}
                     for _ in range(HOST_WARM_UPS + HOST_TURNS)
                 ]
                 for way in WAYS:
-                    times[way][tokens] = spread([turn[way] for turn in turns[HOST_WARM_UPS:]])
+                    taken = zip(*(turn[way] for turn in turns[HOST_WARM_UPS:]), strict=True)
+                    for name, samples in zip(times[way], taken, strict=True):
+                        times[way][name][tokens] = spread(list(samples))
             for way in WAYS:
-                found = {"prefill_ms": times[way], "host": ask[way](None)}
-                results.append({"way": way, "repeat": repeat, **found})
+                profile = ask[way](None)
+                results.append({"way": way, "repeat": repeat, **times[way], "host": profile})
                 print(way, times[way], flush=True)
         documents.write(options.json, results, model=options.model, layers=options.layers)
 
@@ -548,17 +555,16 @@ def host_engine(way: str, options: argparse.Namespace) -> Iterator[Callable[[int
 
 def serve_prefills(model: str, layers: int, *, expert_parallel: bool) -> None:
     """Be an engine that reads numbers of tokens, a line each, and answers with the milliseconds of
-    a prefill; to ``null`` with what the first worker's host does in short ones.
+    a prefill and those of its slowest worker's host; to ``null`` with what the first worker's host
+    does in short ones.
     """
     import torch
-    from vllm import LLM
 
     # What the engine writes to its output is not an answer.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    engine = LLM(
-        model=str(save_config(Path(os.environ["VLLM_CACHE_ROOT"]), model, layers)),
-        load_format="dummy", skip_tokenizer_init=True, seed=0,
+    _, engine = make_engine(
+        model, layers,
         tensor_parallel_size=torch.cuda.device_count(), max_model_len=max(HOST_PROMPTS) + 8,
         gpu_memory_utilization=0.4, kv_cache_memory_bytes=2**32, max_num_seqs=8,
         max_num_batched_tokens=max(HOST_PROMPTS), enable_prefix_caching=False,
@@ -566,12 +572,34 @@ def serve_prefills(model: str, layers: int, *, expert_parallel: bool) -> None:
         compilation_config={"cudagraph_capture_sizes": [1, 8]},
     )  # fmt: skip
     generate = generator(engine, random.Random(1))
+    engine.collective_rpc(time_host)
     for line in sys.stdin:
         tokens = json.loads(line)
         answer = (
-            host_profile(engine, generate) if tokens is None else 1e3 * generate(1, tokens, 1)[0]
+            host_profile(engine, generate)
+            if tokens is None
+            else [1e3 * generate(1, tokens, 1)[0], max(engine.collective_rpc(host_ms))]
         )
         print(json.dumps(answer), file=answers, flush=True)
+
+
+def time_host(worker: Any) -> None:
+    """Time a worker's steps from here on; vLLM sends this to workers."""
+    execute = worker.model_runner.execute_model
+
+    def execute_model(*args: Any, **named: Any) -> Any:
+        begin = time.perf_counter()
+        output = execute(*args, **named)
+        worker.host_ms += 1e3 * (time.perf_counter() - begin)
+        return output
+
+    worker.host_ms, worker.model_runner.execute_model = 0.0, execute_model
+
+
+def host_ms(worker: Any) -> float:
+    """Return the milliseconds of the host in a worker's steps since the last question."""
+    found, worker.host_ms = worker.host_ms, 0.0
+    return float(found)
 
 
 def host_profile(engine: Any, generate: Generate) -> list[list[Any]]:

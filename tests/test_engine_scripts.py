@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -79,6 +80,17 @@ def test_the_host_of_a_worker(script: Any) -> None:
     (generated,) = [each for each in found if each[0].endswith(" generate")]
     assert generated[1] == 5
     assert generated[2] <= generated[3]
+
+
+def test_the_steps_of_a_worker_are_timed(script: Any) -> None:
+    engine = script("vllm_engine")
+    runner = SimpleNamespace(execute_model=lambda *_: time.sleep(0.01))
+    worker = SimpleNamespace(model_runner=runner)
+    engine.time_host(worker)
+    for _ in range(2):
+        runner.execute_model("step", "tokens")
+    assert engine.host_ms(worker) >= 20
+    assert engine.host_ms(worker) == 0
 
 
 def test_tokens_follow_from_one_another(script: Any) -> None:

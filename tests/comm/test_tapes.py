@@ -27,7 +27,7 @@ from interlace.comm.runtime import context as ctx
 from interlace.comm.runtime.conditions import by_id, has, is_in_environment, returns
 from interlace.comm.runtime.streams import launches
 
-_BEFORE = 9  # calls after which there is a tape
+_BEFORE = 3  # calls after which there is a tape
 
 
 class _Mode(TorchDispatchMode):
@@ -393,6 +393,12 @@ def test_many_kinds_of_calls_do_not_pile_up(doubling: _Doubling) -> None:
     before = doubling.long_ways
     doubling.play(x, None, 7)
     assert doubling.long_ways == before
+    one = weakref.ref(doubling.one)
+    doubling.one = torch.ones(())
+    for number in range(5000):
+        doubling.play(x, None, number)
+    gc.collect()
+    assert one() is None, "a tape that has made room is gone"
 
 
 def test_nothing_is_played_where_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -289,24 +289,24 @@ def _tape(native: Any, recorded: RecordedCall, settings: tuple[Condition, ...]) 
     holder = recorded.holder()
     if holder not in _held:
         # What the steps refer to goes with the holder.
-        _held[holder] = []
+        _held[holder] = weakref.WeakSet()
         weakref.finalize(holder, _close, _held[holder])
-    _held[holder].append(tape)
+    _held[holder].add(tape)
     return tape
 
 
-_held: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
+_held: weakref.WeakKeyDictionary[Any, weakref.WeakSet[Any]] = weakref.WeakKeyDictionary()
+"""Tapes by what they belong to; players keep them."""
 
 
 def forget(holder: Any) -> None:
     """Play none of the tapes of a holder any more."""
-    _close(_held.get(holder, []))
+    _close(_held.get(holder, ()))
 
 
-def _close(tapes: list[Any]) -> None:
-    for tape in tapes:
+def _close(tapes: Iterable[Any]) -> None:
+    for tape in tuple(tapes):
         tape.close()
-    tapes.clear()
 
 
 @functools.cache

@@ -450,8 +450,8 @@ def test_gains_on_the_first_page_are_those_that_were_measured() -> None:
     assert saved + f" calls, the worst {100 * (max(ratios) - 1):.0f} % *lost*, and " in own
     others = [
         each["auto_us"] / min(each["as_written_us"].values())
-        for seed in (7301, 7302)
-        for each in _results(f"2026-11-29-random-calls-2xh200-seed-{seed}.json")
+        for day, seed in ((29, 7301), (29, 7302), (30, 7303))
+        for each in _results(f"2026-11-{day}-random-calls-2xh200-seed-{seed}.json")
     ]
     assert f"{100 * (1 - _geometric_mean(others)):.0f} % over {len(others):,} of [sizes of" in own
     assert f"the worst {100 * (max(others) - 1):.0f} % *lost* (graph)" in own

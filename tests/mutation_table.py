@@ -678,7 +678,7 @@ MUTANTS = [
     ),
     Mutant(
         "interlace/comm/replay/player.c",
-        "if (!is_permitted || tape->is_closed) {",
+        "if (is_permitted <= 0 || tape->is_closed) {",
         "if (tape->is_closed) {",
         "comm/test_tapes.py::test_what_must_be_so",
     ),

@@ -222,6 +222,27 @@ def test_what_must_be_so(doubling: _Doubling, monkeypatch: pytest.MonkeyPatch) -
     assert not is_played()
 
 
+def test_what_cannot_be_asked_is_not_so(doubling: _Doubling) -> None:
+    errors: list[BaseException] = []
+
+    def ask() -> int:
+        if errors:
+            raise errors[0]
+        return 0
+
+    doubling.conditions = [returns(ask)]
+    doubling.repeat(torch.zeros(3), None)
+    errors.append(ValueError("no answer"))
+    assert doubling.play(torch.zeros(3), None)[0].tolist() == [0, 0, 0]
+    assert doubling.long_ways == _BEFORE + 1
+    errors[0] = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        doubling.play(torch.zeros(3), None)
+    errors.clear()
+    doubling.play(torch.zeros(3), None)
+    assert doubling.long_ways == _BEFORE + 1
+
+
 def test_what_is_not_known_has_no_tape(doubling: _Doubling) -> None:
     long_way: Callable[..., Any]
 
@@ -383,6 +404,25 @@ def test_a_tape_may_be_forgotten_while_it_is_played(doubling: _Doubling) -> None
     assert one is doubling.one
     doubling.play(torch.zeros(3), torch.ones(3))
     assert doubling.long_ways == _BEFORE + 1
+
+
+def test_what_goes_with_a_tape_may_forget_it_once_more(doubling: _Doubling) -> None:
+    class Forgetting:
+        def __init__(self, holder: _Holder) -> None:
+            self.holder = holder
+
+        def __call__(self, *_: Any) -> None:
+            pass
+
+        def __del__(self) -> None:
+            tapes.forget(self.holder)
+
+    doubling.launch = Forgetting(doubling.holder)
+    doubling.repeat(torch.zeros(3), None)
+    doubling.launch = lambda *_: None
+    gc.collect()
+    tapes.forget(doubling.holder)
+    doubling.repeat(torch.zeros(3), None)
 
 
 def test_many_kinds_of_calls_do_not_pile_up(doubling: _Doubling) -> None:

@@ -220,23 +220,28 @@ typedef struct {
 } Tape;
 
 static int tape_clear(Tape *self) {
-  for (Py_ssize_t i = 0; i < self->count; i++) {
-    Py_CLEAR(self->steps[i].function);
-    Py_CLEAR(self->steps[i].names);
-    clear_expression(&self->steps[i].arguments);
-  }
-  PyMem_Free(self->steps);
+  /* What goes may run code that clears this tape again, which then finds nothing. */
+  Step *steps = self->steps;
+  Condition *conditions = self->conditions;
+  Expression result = self->result;
+  Py_ssize_t count = self->count, condition_count = self->condition_count;
   self->steps = NULL;
-  self->count = 0;
-  for (Py_ssize_t i = 0; i < self->condition_count; i++) {
-    Py_CLEAR(self->conditions[i].object);
-    Py_CLEAR(self->conditions[i].argument);
-    Py_CLEAR(self->conditions[i].expected);
-  }
-  PyMem_Free(self->conditions);
   self->conditions = NULL;
-  self->condition_count = 0;
-  clear_expression(&self->result);
+  self->count = self->condition_count = 0;
+  memset(&self->result, 0, sizeof self->result);
+  for (Py_ssize_t i = 0; i < count; i++) {
+    Py_CLEAR(steps[i].function);
+    Py_CLEAR(steps[i].names);
+    clear_expression(&steps[i].arguments);
+  }
+  PyMem_Free(steps);
+  for (Py_ssize_t i = 0; i < condition_count; i++) {
+    Py_CLEAR(conditions[i].object);
+    Py_CLEAR(conditions[i].argument);
+    Py_CLEAR(conditions[i].expected);
+  }
+  PyMem_Free(conditions);
+  clear_expression(&result);
   Py_CLEAR(self->launches);
   Py_CLEAR(self->failed);
   return 0;
@@ -269,8 +274,8 @@ static void tape_dealloc(Tape *self) {
   Py_DECREF(type);
 }
 
-/* Read ("c", function, (argument,) or (), value), ("a", object, name, value), ("i", mapping, key, value
-   or None), or one of these with the value's id() and True. */
+/* Read ("c", function, (argument,) or (), value), ("a", object, name, value), ("i", mapping, key,
+   value or None), or one of these with the value's id() and True. */
 static int read_condition(PyObject *text, Condition *made) {
   const char *kind;
   PyObject *object, *argument, *expected;
@@ -291,6 +296,14 @@ static int read_condition(PyObject *text, Condition *made) {
   return 1;
 }
 
+/* Return 0 behind an error, which is no answer, and -1 with it if it is no Exception but says that
+   the program is to end. */
+static int without_answer(void) {
+  if (!PyErr_ExceptionMatches(PyExc_Exception)) return -1;
+  PyErr_Clear();
+  return 0;
+}
+
 /* Return whether something is as it was; an error is another answer. */
 static int is_so(const Condition *made) {
   PyObject *found;
@@ -305,17 +318,11 @@ static int is_so(const Condition *made) {
     found = PyObject_Vectorcall(
         made->object, values + 1, (made->argument != NULL) | PY_VECTORCALL_ARGUMENTS_OFFSET, NULL);
   }
-  if (found == NULL) {
-    PyErr_Clear();
-    return 0;
-  }
+  if (found == NULL) return without_answer();
   int is_equal = made->expected == NULL ? found == made->address : found == made->expected;
   if (!is_equal && made->expected != NULL) {
     is_equal = PyObject_RichCompareBool(found, made->expected, Py_EQ);
-    if (is_equal < 0) {
-      PyErr_Clear();
-      is_equal = 0;
-    }
+    if (is_equal < 0) is_equal = without_answer();
   }
   Py_DECREF(found);
   return is_equal;
@@ -441,9 +448,9 @@ static PyObject *play(Tape *tape, PyObject *const *args, Py_ssize_t count) {
   tape->playing++;
   /* Whatever runs here may close the tape, which keeps what it has as long as it is played. */
   int launched = 0, is_permitted = 1, is_done = 1;
-  for (Py_ssize_t i = 0; i < tape->condition_count && is_permitted; i++)
+  for (Py_ssize_t i = 0; i < tape->condition_count && is_permitted > 0; i++)
     is_permitted = is_so(&tape->conditions[i]);
-  if (!is_permitted || tape->is_closed) {
+  if (is_permitted <= 0 || tape->is_closed) {
     end(tape);
     return NULL;
   }

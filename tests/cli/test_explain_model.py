@@ -286,6 +286,9 @@ def test_configurations_and_lists_of_sizes(tmp_path: Path) -> None:
     assert find_model(str(file)) == sizes
     file.write_text(json.dumps(QWEN))
     assert find_model(str(file)) == Model(tmp_path.name, 4096, 768, 32, 8, 128, 128, 8, 32)
+    seed = LLAMA | {"model_type": "seed_oss", "num_attention_heads": 80, "head_dim": 128}
+    file.write_text(json.dumps(seed))
+    assert find_model(str(file)) == Model(tmp_path.name, 4096, 14336, 80, 8, 128, layers=32)
     mixtral = LLAMA | {"num_local_experts": 8, "num_experts_per_tok": 2}
     file.write_text(json.dumps(mixtral))
     assert find_model(str(file)) == Model(tmp_path.name, 4096, 14336, 32, 8, 128, 8, 2, 32)
@@ -308,9 +311,12 @@ def test_configurations_and_lists_of_sizes(tmp_path: Path) -> None:
         (QWEN | {"num_experts": None}, "num_experts or num_local_experts must be there, as qwen3"),
         (LLAMA | {"model_type": "mistral", "num_key_value_heads": None},
          "num_key_value_heads must be there, as mistral has a default of its own; got none."),
+        (LLAMA | {"model_type": "smollm3", "num_key_value_heads": None},
+         "num_key_value_heads must be there, as smollm3 has a default"),
+        (LLAMA | {"model_type": "ernie4_5"}, "head_dim must be there, as ernie4_5 has a default"),
         (QWEN | {"mlp_only_layers": [0]}, "mlp_only_layers must be absent, 0 or empty; got [0]"),
         (QWEN | {"decoder_sparse_step": 2}, "decoder_sparse_step must be 1"),
-        (LLAMA | {"model_type": "falcon"}, "model_type must be one of granite, llama"),
+        (LLAMA | {"model_type": "falcon"}, "model_type must be one of ernie4_5, granite, llama"),
         (LLAMA | {"kv_lora_rank": 512}, "kv_lora_rank must be absent"),
         ([], "got no JSON object"),
     ],

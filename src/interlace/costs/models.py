@@ -198,7 +198,8 @@ _MODEL_KEYS = {
 """The keys of transformers' configurations for each size; of several, the first that is there."""
 
 _BUILT_LIKE_LLAMA = (
-    "granite", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen3", "qwen3_moe",
+    "ernie4_5", "granite", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen3", "qwen3_moe",
+    "seed_oss", "smollm3",
 )  # fmt: skip
 """Values of ``model_type`` of configurations whose layers are built as those of Llama."""
 
@@ -211,11 +212,14 @@ differ.
 """
 
 _DEFAULTS_OF_THEIR_OWN = {
+    "ernie4_5": ("kv_heads", "head_dim"),
     "mistral": ("kv_heads",),
     "mixtral": ("kv_heads", "experts"),
     "qwen2": ("kv_heads",),
     "qwen3": ("kv_heads", "head_dim"),
     "qwen3_moe": ("kv_heads", "experts"),
+    "seed_oss": ("kv_heads", "head_dim"),
+    "smollm3": ("kv_heads",),
 }
 """Sizes that a configuration of a ``model_type`` must have, as transformers' defaults for them are
 numbers, not as many heads of keys and values as of queries, nor no experts.

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
+import shutil
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -27,6 +29,10 @@ from interlace.comm.runtime import context as ctx
 from interlace.comm.runtime.conditions import by_id, has, is_in_environment, returns
 from interlace.comm.runtime.streams import launches
 
+pytestmark = pytest.mark.skipif(
+    not ("CC" in os.environ or shutil.which("gcc") or shutil.which("clang")),
+    reason="no compiler for C, without which calls take the long way",
+)
 _BEFORE = 3  # calls after which there is a tape
 
 

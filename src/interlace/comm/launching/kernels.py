@@ -163,7 +163,7 @@ def _enqueue(
     if recorder is None:
         compiled.run(*whole)
     else:
-        _note_launch(recorder, compiled.run, whole)
+        _note_launch(recorder, compiled, whole)
 
 
 def is_hooked() -> bool:
@@ -186,9 +186,12 @@ def _no_hooks() -> Iterable[Condition]:
 tapes.depend_on(_no_hooks)
 
 
-def _note_launch(recorder: tapes.CallRecorder, run: Any, whole: tuple[Any, ...]) -> None:
-    """Launch a kernel, and note as a step what Triton's launcher, in Python, calls in C."""
-    launch, calls = run.launch, []
+def _note_launch(recorder: tapes.CallRecorder, compiled: Any, whole: tuple[Any, ...]) -> None:
+    """Launch a kernel, and note as a step what Triton's launcher, in Python, calls in C.
+
+    The step has the kernel's handle, which is gone with the kernel.
+    """
+    run, launch, calls = compiled.run, compiled.run.launch, []
 
     def note(*args: Any) -> None:
         calls.append(args)
@@ -203,7 +206,7 @@ def _note_launch(recorder: tapes.CallRecorder, run: Any, whole: tuple[Any, ...])
     for args in calls:
         # Of a kernel's own arguments, all but these are plain or tensors.
         recorder.keep(*(value for value in args if isinstance(value, (list, bytes))))
-        recorder.keep(whole[5], *(value for value in whole[9:] if _is_of_triton(value)))
+        recorder.keep(compiled, whole[5], *(value for value in whole[9:] if _is_of_triton(value)))
         recorder.note(launch, args, {}, None, is_launch=True)
 
 

@@ -215,7 +215,7 @@ typedef struct {
   Condition *conditions;
   Py_ssize_t count, slots, condition_count;
   Expression result;
-  PyObject *launches, *failed, *weak_references;
+  PyObject *launches, *failed, *kept, *weak_references;
   int is_closed, playing;
 } Tape;
 
@@ -244,6 +244,7 @@ static int tape_clear(Tape *self) {
   clear_expression(&result);
   Py_CLEAR(self->launches);
   Py_CLEAR(self->failed);
+  Py_CLEAR(self->kept);
   return 0;
 }
 
@@ -262,6 +263,7 @@ static int tape_traverse(Tape *self, visitproc visit, void *arg) {
   }
   Py_VISIT(self->launches);
   Py_VISIT(self->failed);
+  Py_VISIT(self->kept);
   return visit_expression(&self->result, visit, arg);
 }
 
@@ -328,13 +330,13 @@ static int is_so(const Condition *made) {
   return is_equal;
 }
 
-/* Tape(steps, result, slots, conditions, launches, failed); a step is (function, ("tuple", ...),
-   names, slot, is_launch). */
+/* Tape(steps, result, slots, conditions, launches, failed, kept); a step is (function, ("tuple",
+   ...), names, slot, is_launch). */
 static int tape_init(Tape *self, PyObject *args, PyObject *names) {
-  PyObject *steps, *result, *conditions, *launches, *failed;
+  PyObject *steps, *result, *conditions, *launches, *failed, *kept;
   Py_ssize_t slots;
-  if (!PyArg_ParseTuple(args, "O!O!nO!OO", &PyTuple_Type, &steps, &PyTuple_Type, &result, &slots,
-                        &PyTuple_Type, &conditions, &launches, &failed))
+  if (!PyArg_ParseTuple(args, "O!O!nO!OOO", &PyTuple_Type, &steps, &PyTuple_Type, &result, &slots,
+                        &PyTuple_Type, &conditions, &launches, &failed, &kept))
     return -1;
   if (slots > MOST_SLOTS) {
     PyErr_SetString(PyExc_ValueError, "a tape has too many slots");
@@ -349,6 +351,7 @@ static int tape_init(Tape *self, PyObject *args, PyObject *names) {
   }
   self->launches = Py_NewRef(launches);
   self->failed = Py_NewRef(failed);
+  self->kept = Py_NewRef(kept);
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(conditions); i++) {
     self->condition_count = i + 1;
     if (!read_condition(PyTuple_GET_ITEM(conditions, i), &self->conditions[i])) return -1;

@@ -61,6 +61,7 @@ class RecordedCall:
         conditions: What must be so for such a call to be played.
         failed: Is told the error of a call that ends behind a launch.
         holder: Returns what the tape belongs to; None when that is gone.
+        kept: What must live as long as the tape.
     """
 
     steps: tuple[tuple[Any, Expression, tuple[str, ...] | None, int, bool], ...]
@@ -69,6 +70,7 @@ class RecordedCall:
     conditions: tuple[Condition, ...]
     failed: Callable[[BaseException], None]
     holder: Callable[[], Any]
+    kept: tuple[Any, ...]
 
     def is_like(self, other: RecordedCall) -> bool:
         """Return whether both calls have done the same."""
@@ -95,6 +97,7 @@ class CallRecorder:
         self._steps: list[tuple[Any, Expression, tuple[str, ...] | None, int, bool]] = []
         self._slots: dict[int, int] = {}
         self._lasting: set[int] = set()
+        self._kept: list[Any] = []
         self._alive: list[Any] = [args]  # an id is its object's as long as that lives
         self._addresses: set[int] = set()
         self._count = len(args)
@@ -105,8 +108,8 @@ class CallRecorder:
                 self._hold(value, slot)
 
     def keep(self, *values: Any) -> None:
-        """Take values as they are in every call, as long as the holder keeps the tape."""
-        self._alive += values
+        """Take values as they are in every call, and let them live as long as the tape does."""
+        self._kept += values
         self._lasting.update(map(id, values))
 
     def spoil(self, reason: str) -> None:
@@ -159,7 +162,9 @@ class CallRecorder:
         if self._fault or self._count > _MOST_SLOTS:
             log.debug("a call has no tape: %s", self._fault or "too many tensors")
             return None
-        return RecordedCall(tuple(self._steps), found, self._count, *self._ways)
+        conditions, failed, holder = self._ways
+        steps, kept = tuple(self._steps), tuple(self._kept)
+        return RecordedCall(steps, found, self._count, conditions, failed, holder, kept)
 
     def _hold(self, tensor: torch.Tensor, slot: int) -> None:
         if id(tensor) in self._slots:
@@ -284,8 +289,9 @@ def _tape(native: Any, recorded: RecordedCall, settings: tuple[Condition, ...]) 
     """Return the tape of a call, which its holder can close."""
     conditions = (*recorded.conditions, *settings)
     tape = native.Tape(
-        recorded.steps, recorded.result, recorded.slots, conditions, launches, recorded.failed
-    )
+        recorded.steps, recorded.result, recorded.slots, conditions, launches, recorded.failed,
+        recorded.kept,
+    )  # fmt: skip
     holder = recorded.holder()
     if holder not in _held:
         # What the steps refer to goes with the holder.

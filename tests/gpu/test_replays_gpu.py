@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import sys
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -17,6 +15,7 @@ import interlace
 import interlace.operators  # registers torch.ops.interlace
 import interlace.optim
 from interlace.gemm import dispatch
+from tests.entered import entered
 
 pytestmark = pytest.mark.gpu
 
@@ -204,24 +203,6 @@ def _returned(turns: int) -> tuple[list[int], int]:
     return wrong, again
 
 
-def _entered(call: Callable[[], Any]) -> tuple[Any, list[str]]:
-    """What a call returns, and the file of every function of Python that it enters, itself among
-    them.
-    """
-    files: list[str] = []
-
-    def note(frame: Any, event: str, argument: Any) -> None:
-        if event == "call":
-            files.append(frame.f_code.co_filename)
-
-    sys.setprofile(note)
-    try:
-        result = call()
-    finally:
-        sys.setprofile(None)
-    return result, files
-
-
 _MOST_FUNCTIONS = 90
 """Functions of Python that a call which comes again may enter; without recalling it are 200."""
 
@@ -243,7 +224,7 @@ def _host(impls: dict[str, tuple[str, ...]]) -> dict[str, int]:
 
             for _ in range(16):  # mapped outputs have two places and two turns
                 found = call()
-            found, files = _entered(call)
+            found, files = entered(call)
             counts[f"{name} {impl}"] = len(files)
             interlace.group_of().replays.forget()
             if not torch.equal(found, call()):
@@ -258,7 +239,7 @@ def _host(impls: dict[str, tuple[str, ...]]) -> dict[str, int]:
 
         for _ in range(16):
             call_normed()
-        found, files = _entered(call_normed)
+        found, files = entered(call_normed)
         counts[f"norm, {tokens} tokens"] = len(files)
         interlace.group_of().replays.forget()
         if not all(map(torch.equal, found, call_normed())):
@@ -328,7 +309,7 @@ def _tables(count: int, steps: int, bags: int) -> tuple[list[str], list[int], in
         for _ in range(steps):
             indices.copy_(torch.randint(0, 40, (lookups,), device="cuda", generator=generator))
             grad.copy_(torch.randn(grad.shape, device="cuda", generator=generator))
-            y, files = _entered(step)
+            y, files = entered(step)
             with torch.no_grad():
                 z = forward()
             outputs += [y.detach().clone(), z.clone()]
@@ -387,7 +368,7 @@ def _experts(steps: int) -> tuple[list[str], int, int]:
                     .topk(2)
                     .indices
                 )
-            y, files = _entered(step)
+            y, files = entered(step)
             with torch.no_grad():
                 few = interlace.mixture_of_experts(
                     x[:8], experts[:8], weights[:8], w_in, w_out, impl="decode"
@@ -430,7 +411,7 @@ def _choices() -> tuple[dict[str, int], list[str]]:
         for turn in range(14):
             x.copy_(_operands(8 + turn, 8)[0])
             dist.broadcast(x, 0)
-            found, files = _entered(call)
+            found, files = entered(call)
             enabled, replays.is_enabled = replays.is_enabled, False
             remembered, replays._remembered = replays._remembered, {}
             forms, replays._alike = replays._alike, {}
@@ -470,7 +451,7 @@ def _pairs() -> dict[str, int]:
         operand = mine if name == "all_gather_gemm" else x
         operator = getattr(interlace, name)
         wanted = operator(operand, w, impl="nccl").clone()
-        found, files = _entered(functools.partial(operator, operand, w, impl="nccl"))
+        found, files = entered(functools.partial(operator, operand, w, impl="nccl"))
         ours = [file for file in files if "interlace" in file]
         counts[name if torch.equal(found, wanted) else f"{name}, wrong"] = len(ours)
         with torch.enable_grad():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +10,7 @@ import torch.distributed as dist
 
 import interlace
 import interlace.operators  # registers torch.ops.interlace
+from tests.entered import entered
 
 pytestmark = pytest.mark.gpu
 
@@ -66,22 +65,6 @@ class _Parameter(torch.nn.Parameter):
         return super().__torch_function__(function, types, args, kwargs or {})
 
 
-def _entered(call: Callable[[], Any]) -> tuple[Any, int]:
-    """What a call returns, and how many functions of Python it enters."""
-    count = 0
-
-    def note(frame: Any, event: str, argument: Any) -> None:
-        nonlocal count
-        count += event == "call"
-
-    sys.setprofile(note)
-    try:
-        result = call()
-    finally:
-        sys.setprofile(None)
-    return result, count
-
-
 def _played() -> tuple[list[str], dict[str, int]]:
     """Where results differ from those of the dispatcher's way, which is never played, with other
     operands in each turn and late ranks; functions of Python that the last call of a kind enters.
@@ -100,9 +83,9 @@ def _played() -> tuple[list[str], dict[str, int]]:
         wanted = operator(*given)
         if (number + dist.get_rank()) % 3 == 0:
             torch.cuda._sleep(500_000)
-        found, count = _entered(lambda: operator.from_inductor(*given))
+        found, files = entered(lambda: operator.from_inductor(*given))
         compare(f"{name}, turn {number}", found, wanted)
-        return count
+        return len(files)
 
     with torch.inference_mode():
         for name in _KINDS:

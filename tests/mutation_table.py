@@ -617,8 +617,8 @@ MUTANTS = [
     ),
     Mutant(
         "interlace/comm/host/health.py",
-        "            and launches.value != self._launches_before\n",
-        "            and launches.value == self._launches_before\n",
+        "if error is not None and launches.value != self._launches_before:",
+        "if error is not None and launches.value == self._launches_before:",
         "comm/test_recall.py::test_an_interrupted_replay_breaks_the_group",
     ),
     Mutant(

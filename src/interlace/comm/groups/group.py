@@ -271,12 +271,12 @@ class Group:
         recorder = tapes.recorder()
         if recorder is None or not self.replays.is_enabled or torch.is_grad_enabled():
             return
-        reference = weakref.ref(self)
+        reference = weakref.ref(self.health)
 
         def failed(error: BaseException) -> None:
-            group = reference()
-            if group is not None and group.capture_id() is None:
-                group.health.declare_interrupted("an operator's launches", error)
+            health = reference()
+            if health is not None:
+                health.declare_launches_interrupted(error)
 
         # A process on its own has no name.
         if not self.name or known_group(process_group_named(self.name), self.device) is not self:
@@ -386,7 +386,7 @@ class Group:
 
         An exception that leaves it after a launch breaks the group, as in :meth:`running`.
         """
-        return Launching(self.health, self.streams)
+        return Launching(self.health)
 
     # What concerns all parts
 

@@ -254,6 +254,15 @@ class Health:
             self._record_view[ctx.RECORD_PEER] = peer
             self._explained.set()
 
+    def declare_launches_interrupted(self, error: BaseException) -> None:
+        """Record that ``error`` has ended a call behind its first launch.
+
+        A launch that is captured by the program has not run: the graph is lost, and the call with
+        it, but no epoch. A launch that may have run has advanced this rank's epochs.
+        """
+        if self._streams.capture_id() is None:
+            self.declare_interrupted("an operator's launches", error)
+
     def declare_interrupted(self, step: str, error: BaseException) -> None:
         """Record that ``error`` interrupted a step that other ranks may have completed."""
         # A process on its own has no peers to disagree with. The first failure is not replaced.
@@ -317,11 +326,10 @@ class Launching:
     This is a class and not a generator, which would cost the host more, as every call enters one.
     """
 
-    __slots__ = ("_health", "_launches_before", "_streams")
+    __slots__ = ("_health", "_launches_before")
 
-    def __init__(self, health: Health, streams: Streams) -> None:
-        self._health, self._streams = health, streams
-        self._launches_before = launches.value
+    def __init__(self, health: Health) -> None:
+        self._health, self._launches_before = health, launches.value
 
     def __enter__(self) -> None:
         pass
@@ -332,14 +340,8 @@ class Launching:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        # A launch that is captured by the program has not run: the graph is lost, and the call with
-        # it, but no epoch. A launch that may have run has advanced this rank's epochs.
-        if (
-            error is not None
-            and launches.value != self._launches_before
-            and self._streams.capture_id() is None
-        ):
-            self._health.declare_interrupted("an operator's launches", error)
+        if error is not None and launches.value != self._launches_before:
+            self._health.declare_launches_interrupted(error)
 
 
 class Running(Launching):
@@ -354,7 +356,7 @@ class Running(Launching):
         traffic: cpu_faults.Traffic,
         check: Callable[[], None],
     ) -> None:
-        super().__init__(health, streams)
+        super().__init__(health)
         self._check, self._on_cpu = check, not streams.on_gpu
         self._scope: contextlib.AbstractContextManager[Any] | None = None
         if self._on_cpu:

@@ -255,6 +255,9 @@ def test_what_is_not_known_has_no_tape(doubling: _Doubling) -> None:
     def plus(x: torch.Tensor, _: Any) -> torch.Tensor:
         return x + 1
 
+    def first_of(x: torch.Tensor, *_: int) -> torch.Tensor:
+        return x + 1
+
     def unknown_tensor(x: torch.Tensor) -> Any:
         return tapes.step(torch.add, x, torch.ones(3))
 
@@ -275,12 +278,21 @@ def test_what_is_not_known_has_no_tape(doubling: _Doubling) -> None:
     def incomplete(x: torch.Tensor) -> Any:
         return tapes.step(torch.add, x, 1)
 
+    def many_arguments(x: torch.Tensor) -> Any:
+        return tapes.step(first_of, x, *range(100))
+
+    def many_tensors(x: torch.Tensor) -> Any:
+        for _ in range(100):
+            x = tapes.step(torch.add, x, 1)
+        return x
+
     def listed(x: torch.Tensor) -> Any:
         return tapes.step(plus, x, [1])
 
     numbers: list[int] = []
     for long_way in (
         unknown_tensor, unknown_result, address, unlike, spoiled, incomplete, listed,
+        many_arguments, many_tensors,
     ):  # fmt: skip
         calls = 0
 

@@ -151,7 +151,7 @@ def _enqueue(
     Triton prepares what hooks are to be told, and calls them, in each launch; most of the time
     there are none. It also asks for the device and its stream by slower ways.
     """
-    if is_hooked():
+    if _is_hooked():
         tapes.spoil("Triton has hooks")
         compiled[(programs, 1, 1)](*values, stream=stream)
         return
@@ -166,7 +166,7 @@ def _enqueue(
         _note_launch(recorder, compiled, whole)
 
 
-def is_hooked() -> bool:
+def _is_hooked() -> bool:
     """Return whether Triton is to tell somebody of launches."""
     runtime = _triton_runtime()
     before, after = runtime.launch_enter_hook, runtime.launch_exit_hook

@@ -22,7 +22,7 @@ typedef int (*of_tensor_32)(void *, int32_t *);
 typedef int (*of_tensor_64)(void *, int64_t *);
 typedef int (*of_tensor_pointer)(void *, void **);
 
-static PyTypeObject *tensor_type, *parameter_type;
+static PyTypeObject *tensor_type, *parameter_type, *dtype_type;
 static PyObject *as_plain; /* the context in which parameters of subclasses are plain tensors */
 static PyObject *enter_name, *exit_name, *value_name;
 static Py_ssize_t tensor_offset;
@@ -31,10 +31,10 @@ static of_tensor_pointer get_sizes, get_strides, get_data_ptr;
 static of_tensor_32 get_dtype, get_device_type, get_device_index;
 
 static PyObject *init(PyObject *module, PyObject *args) {
-  PyObject *tensor, *parameter, *plain;
+  PyObject *tensor, *parameter, *dtype, *plain;
   unsigned long long at[7];
-  if (!PyArg_ParseTuple(args, "OOOnKKKKKKK", &tensor, &parameter, &plain, &tensor_offset, &at[0],
-                        &at[1], &at[2], &at[3], &at[4], &at[5], &at[6]))
+  if (!PyArg_ParseTuple(args, "OOOOnKKKKKKK", &tensor, &parameter, &dtype, &plain, &tensor_offset,
+                        &at[0], &at[1], &at[2], &at[3], &at[4], &at[5], &at[6]))
     return NULL;
   enter_name = PyUnicode_InternFromString("__enter__");
   exit_name = PyUnicode_InternFromString("__exit__");
@@ -43,6 +43,7 @@ static PyObject *init(PyObject *module, PyObject *args) {
   as_plain = Py_NewRef(plain);
   tensor_type = (PyTypeObject *)Py_NewRef(tensor);
   parameter_type = (PyTypeObject *)Py_NewRef(parameter);
+  dtype_type = (PyTypeObject *)Py_NewRef(dtype);
   get_dim = (of_tensor_64)(uintptr_t)at[0];
   get_sizes = (of_tensor_pointer)(uintptr_t)at[1];
   get_strides = (of_tensor_pointer)(uintptr_t)at[2];
@@ -84,10 +85,10 @@ static int put_tensor(Key *key, PyObject *value) {
 
 /* Put an argument behind a key; return 0 where what it says is not known. Constants, and dtypes,
    are one object each as long as the process runs. */
-static int put_argument(Key *key, PyObject *value, PyTypeObject *dtype) {
+static int put_argument(Key *key, PyObject *value) {
   PyTypeObject *type = Py_TYPE(value);
   if (type == tensor_type || PyType_IsSubtype(type, parameter_type)) return put_tensor(key, value);
-  if (value == Py_None || type == &PyBool_Type || type == dtype)
+  if (value == Py_None || type == &PyBool_Type || type == dtype_type)
     return put(key, 'o', &value, sizeof value);
   if (type == &PyUnicode_Type) {
     Py_ssize_t length;
@@ -512,7 +513,6 @@ typedef struct {
   PyObject_HEAD
   vectorcallfunc vectorcall;
   PyObject *call, *record; /* the long way, and the same with a recording, given a key */
-  PyTypeObject *dtype;
   PyObject *tapes; /* by key; the number of calls where there is no tape */
 } Player;
 
@@ -535,7 +535,7 @@ static PyObject *player_call(PyObject *object, PyObject *const *args, size_t fla
   key.length = 0;
   int is_known = names == NULL && count < MOST_SLOTS;
   for (Py_ssize_t i = 0; is_known && i < count; i++)
-    is_known = put_argument(&key, args[i], self->dtype);
+    is_known = put_argument(&key, args[i]);
   if (!is_known) return PyObject_Vectorcall(self->call, args, flags, names);
   PyObject *bytes = PyBytes_FromStringAndSize(key.bytes, key.length), *result = NULL;
   if (bytes == NULL) return NULL;
@@ -594,19 +594,17 @@ static void player_dealloc(Player *self) {
   PyTypeObject *type = Py_TYPE(self);
   PyObject_GC_UnTrack(self);
   player_clear(self);
-  Py_CLEAR(self->dtype);
   type->tp_free(self);
   Py_DECREF(type);
 }
 
-/* Player(call, record, dtype) */
+/* Player(call, record) */
 static int player_init(Player *self, PyObject *args, PyObject *names) {
-  PyObject *call, *record, *dtype;
-  if (!PyArg_ParseTuple(args, "OOO!", &call, &record, &PyType_Type, &dtype)) return -1;
+  PyObject *call, *record;
+  if (!PyArg_ParseTuple(args, "OO", &call, &record)) return -1;
   self->vectorcall = player_call;
   self->call = Py_NewRef(call);
   self->record = Py_NewRef(record);
-  self->dtype = (PyTypeObject *)Py_NewRef(dtype);
   self->tapes = PyDict_New();
   return self->tapes == NULL ? -1 : 0;
 }
@@ -646,6 +644,7 @@ static PyMethodDef methods[] = {
 static int clear_module(PyObject *module) {
   Py_CLEAR(tensor_type);
   Py_CLEAR(parameter_type);
+  Py_CLEAR(dtype_type);
   Py_CLEAR(as_plain);
   return 0;
 }

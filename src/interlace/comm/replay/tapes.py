@@ -41,7 +41,6 @@ Slots hold the call's arguments, and behind them what steps return.
 log = logging.getLogger("interlace.replay")
 
 _PLAIN = (int, float, str, bool, type(None), torch.dtype, torch.device)
-_MOST_SLOTS = 64  # of player.c
 _MOST_WAITING = 64  # calls that have been recorded once; others of a program come in between
 
 
@@ -159,8 +158,8 @@ class CallRecorder:
             found = self._expression(result)
         except _Unrecordable as error:
             self.spoil(str(error))
-        if self._fault or self._count > _MOST_SLOTS:
-            log.debug("a call has no tape: %s", self._fault or "too many tensors")
+        if self._fault:
+            log.debug("a call has no tape: %s", self._fault)
             return None
         conditions, failed, holder = self._ways
         steps, kept = tuple(self._steps), tuple(self._kept)
@@ -274,19 +273,26 @@ def player(call: Callable[..., Any]) -> Callable[..., Any]:
             _thread.recorder = None
         recorded, before = made.finished(result), first.pop(key, None)
         if recorded is not None and before is not None and recorded.is_like(before):
-            playing.keep(key, _tape(native, recorded, settings))
+            try:
+                playing.keep(key, _tape(native, recorded, settings))
+            except ValueError as error:
+                log.debug("a call has no tape: %s", error)
         elif recorded is not None:
             if len(first) >= _MOST_WAITING:
                 del first[next(iter(first))]
             first[key] = recorded
         return result
 
-    playing = native.Player(call, record, torch.dtype)
+    playing = native.Player(call, record)
     return playing  # type: ignore[no-any-return]
 
 
 def _tape(native: Any, recorded: RecordedCall, settings: tuple[Condition, ...]) -> Any:
-    """Return the tape of a call, which its holder can close."""
+    """Return the tape of a call, which its holder can close.
+
+    Raises:
+        ValueError: The player has no room for so many tensors, or arguments of a step.
+    """
     conditions = (*recorded.conditions, *settings)
     tape = native.Tape(
         recorded.steps, recorded.result, recorded.slots, conditions, launches, recorded.failed,
@@ -325,7 +331,8 @@ def _native() -> Any:
         with kernel_folder.ours():
             module = compile_module_from_src(source, "interlace_player")
         plain = torch._C.DisableTorchFunctionSubclass
-        module.init(torch.Tensor, torch.nn.Parameter, plain, *_tensor_functions())
+        types = torch.Tensor, torch.nn.Parameter, torch.dtype
+        module.init(*types, plain, *_tensor_functions())
     except Exception as error:
         log.info("calls are made without the compiled player: %s", error)
         return None

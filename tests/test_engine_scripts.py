@@ -34,14 +34,20 @@ def test_engines_that_agree(script: Any) -> None:
     found = agreement([first, second], [first, [_step(1, -2.01, -0.51)]])
     assert found == {
         "largest_difference_of_logprobs": 0.01,
+        "largest_gap_at_other_tokens": 0.0,
         "prompts_with_equal_tokens": [2, 2],
+        "prompts_that_agree": [2, 2],
         "agrees": True,
     }
 
 
 @pytest.mark.parametrize(
     ("lead", "agrees"),
-    [pytest.param(0.03, True, id="a near tie"), pytest.param(0.5, False, id="no tie")],
+    [
+        pytest.param(0.03, True, id="a near tie"),
+        pytest.param(0.125, True, id="both off by two steps"),
+        pytest.param(0.15, False, id="no tie"),
+    ],
 )
 def test_engines_whose_tokens_differ(script: Any, lead: float, agrees: bool) -> None:
     """After the first other token, texts are no longer compared: the last tokens are far apart."""
@@ -50,12 +56,25 @@ def test_engines_whose_tokens_differ(script: Any, lead: float, agrees: bool) -> 
     with_ = [same, _step(1, -1.0 - lead, -1.0), _step(1, -9.0, -1.0)]
     found = script("vllm_engine").agreement([without], [with_])
     assert found["prompts_with_equal_tokens"] == [0, 1]
+    assert found["largest_gap_at_other_tokens"] == lead
     assert found["agrees"] is agrees
 
 
 def test_first_logprobs_that_differ(script: Any) -> None:
     found = script("vllm_engine").agreement([[_step(0, -1.0, -3.0)]], [[_step(0, -1.1, -3.0)]])
     assert (found["largest_difference_of_logprobs"], found["agrees"]) == (0.1, False)
+
+
+@pytest.mark.parametrize(("routed_otherwise", "agrees"), [(1, True), (2, False)])
+def test_tokens_that_are_routed_otherwise(script: Any, routed_otherwise: int, agrees: bool) -> None:
+    """Of experts only the first tokens count, and of these a quarter may be far apart."""
+    agreement, far = script("vllm_engine").agreement, [_step(0, -1.0, -3.0)] * 2
+    near = [_step(0, -1.0, -3.0), _step(1, -3.0, -1.0)]
+    with_ = routed_otherwise * [[_step(1, -3.0, -1.0), far[1]]] + (4 - routed_otherwise) * [near]
+    found = agreement(4 * [far], with_, of_experts=True)
+    assert found["prompts_that_agree"] == [4 - routed_otherwise, 4]
+    assert found["agrees"] is agrees
+    assert not agreement(4 * [far], 4 * [near])["agrees"]
 
 
 def test_checks_have_models(script: Any) -> None:

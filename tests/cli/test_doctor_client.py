@@ -13,7 +13,10 @@ from typer.testing import CliRunner, Result
 
 from interlace.cli import client_memory, doctor_client
 from interlace.cli.app import app
+from interlace.cli.gpus import gpu_named
 from interlace.clients import CLIENTS, VersionThatRan
+from interlace.comm.groups.reservation import Reservation
+from interlace.costs.models import LayerProduct, Model, find_model
 from interlace.errors import ArgumentError
 from interlace.gemm.implementations import outputs
 
@@ -158,6 +161,20 @@ def test_more_tokens_take_no_less_memory() -> None:
         assert all(0 < each.first <= each.most for each in found)
 
 
+def test_a_sum_without_a_norm_takes_what_a_sum_takes() -> None:
+    """That of shared experts, as of DeepSeek V3; SGLang has no operator with a norm."""
+    model = find_model("deepseek-v3")
+    assert isinstance(model, Model)
+    (down,) = (each for each in model.layer_products(8) if each.part == "shared down")
+
+    def reserved(client: str, product: LayerProduct) -> Reservation:
+        where = (8, 8, gpu_named("h200"), torch.bfloat16)
+        return client_memory._reservation(CLIENTS[client], product, *where)
+
+    assert reserved("vllm", down) == reserved("sglang", down)
+    assert reserved("vllm", down) != reserved("vllm", down._replace(is_normed=True))
+
+
 @pytest.mark.parametrize("ranks", [1, 16])
 def test_groups_that_no_operator_takes_have_no_memory_of_a_model(ranks: int) -> None:
     """A rank alone was said to hold 82 MiB, and each of sixteen 2.65 GiB."""
@@ -179,6 +196,7 @@ def test_a_group_keeps_as_many_mapped_outputs_as_are_counted() -> None:
         (("--client", "vllm", "--model", "llama3-8b", "--tokens", f"{2**31}"), "from 1 to 2^30"),
         (("--client", "torchrec", "--model", "llama3-8b"), "must be a transformer"),
         (("--client", "vllm", "--model", "llama3-8b", "-n", "7"), "got 7"),
+        (("--client", "torchtitan", "--model", "deepseek-v3"), "--model must have attention whose"),
     ],
 )
 def test_what_is_refused(arguments: tuple[str, ...], says: str) -> None:

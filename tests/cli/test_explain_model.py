@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.resources
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,13 @@ from typer.testing import CliRunner, Result
 
 from interlace.cli.app import app
 from interlace.costs.datasheets import DATASHEETS
-from interlace.costs.models import EmbeddingModel, Model, explained_models, find_model
+from interlace.costs.models import (
+    _FAMILIES,
+    EmbeddingModel,
+    Model,
+    explained_models,
+    find_model,
+)
 from interlace.errors import ArgumentError
 
 LLAMA = {
@@ -25,6 +32,192 @@ LLAMA = {
     "num_hidden_layers": 32,
     "vocab_size": 128256,
 }
+DEEPSEEK_V3 = {
+    "model_type": "deepseek_v3", "hidden_size": 7168, "intermediate_size": 18432,
+    "moe_intermediate_size": 2048, "num_hidden_layers": 61, "num_attention_heads": 128,
+    "num_key_value_heads": 128, "n_routed_experts": 256, "n_shared_experts": 1,
+    "num_experts_per_tok": 8, "first_k_dense_replace": 3, "moe_layer_freq": 1, "kv_lora_rank": 512,
+    "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+}  # fmt: skip
+GEMMA_2_9B = {
+    "model_type": "gemma2", "hidden_size": 3584, "intermediate_size": 14336, "head_dim": 256,
+    "num_attention_heads": 16, "num_key_value_heads": 8, "num_hidden_layers": 42,
+}  # fmt: skip
+GPT_OSS_120B = {
+    "model_type": "gpt_oss", "hidden_size": 2880, "intermediate_size": 2880, "head_dim": 64,
+    "num_attention_heads": 64, "num_key_value_heads": 8, "num_hidden_layers": 36,
+    "num_local_experts": 128, "num_experts_per_tok": 4, "experts_per_token": 4,
+}  # fmt: skip
+LLAMA_4_MAVERICK = {
+    "model_type": "llama4_text", "hidden_size": 5120, "intermediate_size": 8192, "head_dim": 128,
+    "intermediate_size_mlp": 16384, "num_attention_heads": 40, "num_key_value_heads": 8,
+    "num_hidden_layers": 48, "num_local_experts": 128, "num_experts_per_tok": 1,
+    "interleave_moe_layer_step": 2,
+}  # fmt: skip
+ERNIE_21B = {
+    "model_type": "ernie4_5_moe", "hidden_size": 2560, "intermediate_size": 12288,
+    "moe_intermediate_size": 1536, "num_attention_heads": 20, "num_key_value_heads": 4,
+    "num_hidden_layers": 28, "moe_num_experts": 64, "moe_k": 6, "moe_num_shared_experts": 2,
+    "moe_layer_start_index": 1, "moe_layer_end_index": 27, "moe_layer_interval": 1,
+}  # fmt: skip
+# Published configurations without the keys that say no size: ranks, configuration, layers and sizes
+# of each call.
+PUBLISHED: dict[str, tuple[int, dict[str, Any], dict[str, tuple[int, str]]]] = {
+    "DeepSeek-V3": (8, DEEPSEEK_V3, {
+        "q, kv down": (61, "2112x7168"),  # 1536 + 512 + 64
+        "q up": (61, "3072x1536"),  # 16 heads of 128 + 64
+        "output": (61, "7168x2048"),  # 16 heads of 128
+        "gate, up": (3, "4608x7168"),
+        "down": (3, "7168x2304"),
+        "shared gate, up": (58, "512x7168"),
+        "shared down": (58, "7168x256"),
+        "experts": (58, "1 token, 8 of 256, 7168x2048"),
+    }),
+    "DeepSeek-V2-Lite": (4, DEEPSEEK_V3 | {
+        "model_type": "deepseek_v2", "hidden_size": 2048, "intermediate_size": 10944,
+        "moe_intermediate_size": 1408, "num_hidden_layers": 27, "num_attention_heads": 16,
+        "num_key_value_heads": 16, "n_routed_experts": 64, "n_shared_experts": 2,
+        "num_experts_per_tok": 6, "first_k_dense_replace": 1, "q_lora_rank": None,
+    }, {
+        "q": (27, "768x2048"),  # 4 heads of 192
+        "kv down": (27, "576x2048"),
+        "output": (27, "2048x512"),
+        "gate, up": (1, "5472x2048"),
+        "down": (1, "2048x2736"),
+        "shared gate, up": (26, "1408x2048"),  # 2 x 2 x 1408 over 4 ranks
+        "shared down": (26, "2048x704"),
+        "experts": (26, "2 tokens, 6 of 64, 2048x1408"),
+    }),
+    "Kimi-K2": (8, {"text_config": DEEPSEEK_V3 | {
+        "model_type": "kimi_k2", "num_attention_heads": 64, "num_key_value_heads": 64,
+        "n_routed_experts": 384, "first_k_dense_replace": 1,
+    }}, {
+        "q, kv down": (61, "2112x7168"),
+        "q up": (61, "1536x1536"),
+        "output": (61, "7168x1024"),
+        "gate, up": (1, "4608x7168"),
+        "down": (1, "7168x2304"),
+        "shared gate, up": (60, "512x7168"),
+        "shared down": (60, "7168x256"),
+        "experts": (60, "1 token, 8 of 384, 7168x2048"),
+    }),
+    "GLM-4.7-Flash": (4, DEEPSEEK_V3 | {
+        "model_type": "glm4_moe_lite", "hidden_size": 2048, "intermediate_size": 10240,
+        "moe_intermediate_size": 1536, "num_hidden_layers": 47, "num_attention_heads": 20,
+        "num_key_value_heads": 20, "n_routed_experts": 64, "num_experts_per_tok": 4,
+        "first_k_dense_replace": 1, "q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256,
+    }, {
+        "q, kv down": (47, "1344x2048"),
+        "q up": (47, "1280x768"),  # 5 heads of 192 + 64
+        "output": (47, "2048x1280"),
+        "gate, up": (1, "5120x2048"),
+        "down": (1, "2048x2560"),
+        "shared gate, up": (46, "768x2048"),
+        "shared down": (46, "2048x384"),
+        "experts": (46, "2 tokens, 4 of 64, 2048x1536"),
+    }),
+    "GLM-4.5-Air": (8, {
+        "model_type": "glm4_moe", "hidden_size": 4096, "intermediate_size": 10944,
+        "moe_intermediate_size": 1408, "num_hidden_layers": 46, "num_attention_heads": 96,
+        "num_key_value_heads": 8, "head_dim": 128, "n_routed_experts": 128, "n_shared_experts": 1,
+        "num_experts_per_tok": 8, "first_k_dense_replace": 1,
+    }, {
+        "qkv": (46, "1792x4096"),  # 12 + 2 heads of 128
+        "output": (46, "4096x1536"),
+        "gate, up": (1, "2736x4096"),
+        "down": (1, "4096x1368"),
+        "shared gate, up": (45, "352x4096"),
+        "shared down": (45, "4096x176"),
+        "experts": (45, "1 token, 8 of 128, 4096x1408"),
+    }),
+    "ERNIE-4.5-21B-A3B": (4, ERNIE_21B, {
+        "qkv": (28, "896x2560"),  # 5 + 2 heads of 128
+        "output": (28, "2560x640"),
+        "gate, up": (1, "6144x2560"),
+        "down": (1, "2560x3072"),
+        "shared gate, up": (27, "1536x2560"),  # 2 x 2 x 1536 over 4 ranks
+        "shared down": (27, "2560x768"),
+        "experts": (27, "2 tokens, 6 of 64, 2560x1536"),
+    }),
+    "Llama-4-Maverick": (8, {"text_config": LLAMA_4_MAVERICK}, {
+        "qkv": (48, "896x5120"),  # 5 + 2 heads of 128
+        "output": (48, "5120x640"),
+        "gate, up": (24, "4096x5120"),
+        "down": (24, "5120x2048"),
+        "shared gate, up": (24, "2048x5120"),
+        "shared down": (24, "5120x1024"),
+        "experts": (24, "1 token, 1 of 128, 5120x8192"),
+    }),
+    "Llama-4-Scout, as transformers saves it": (8, LLAMA_4_MAVERICK | {
+        "num_local_experts": 16, "interleave_moe_layer_step": 1, "moe_layers": [*range(48)],
+    }, {
+        "qkv": (48, "896x5120"),
+        "output": (48, "5120x640"),
+        "shared gate, up": (48, "2048x5120"),
+        "shared down": (48, "5120x1024"),
+        "experts": (48, "1 token, 1 of 16, 5120x8192"),
+    }),
+    "Qwen2-57B-A14B": (4, {
+        "model_type": "qwen2_moe", "hidden_size": 3584, "intermediate_size": 18944,
+        "moe_intermediate_size": 2560, "shared_expert_intermediate_size": 20480,
+        "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4,
+        "num_experts": 64, "num_experts_per_tok": 8, "decoder_sparse_step": 1,
+    }, {
+        "qkv": (28, "1152x3584"),  # 7 + 2 heads of 128
+        "output": (28, "3584x896"),
+        "shared gate, up": (28, "10240x3584"),
+        "shared down": (28, "3584x5120"),
+        "experts": (28, "2 tokens, 8 of 64, 3584x2560"),
+    }),
+    "gpt-oss-120b": (8, GPT_OSS_120B, {
+        "qkv": (36, "640x2880"),  # 8 + 2 heads of 64
+        "output": (36, "2880x512"),
+        "experts": (36, "1 token, 4 of 128, 2880x2880"),
+    }),
+    "MiniMax-M2": (8, {
+        "model_type": "minimax_m2", "hidden_size": 3072, "intermediate_size": 1536,
+        "head_dim": 128, "num_attention_heads": 48, "num_key_value_heads": 8,
+        "num_hidden_layers": 62, "num_local_experts": 256, "num_experts_per_tok": 8,
+        "shared_intermediate_size": 0,
+    }, {
+        "qkv": (62, "1024x3072"),  # 6 + 2 heads of 128
+        "output": (62, "3072x768"),
+        "experts": (62, "1 token, 8 of 256, 3072x1536"),
+    }),
+    "Gemma-2-9B": (8, GEMMA_2_9B, {
+        "qkv": (42, "1024x3584"),  # 2 + 2 heads of 256
+        "output": (42, "3584x512"),
+        "gate, up": (42, "3584x3584"),
+        "down": (42, "3584x1792"),
+    }),
+    "Gemma-3-4B": (2, {"model_type": "gemma3", "text_config": {
+        "model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240,
+        "num_hidden_layers": 34,
+    }}, {
+        "qkv": (34, "2048x2560"),  # 4 + 2 x 2 heads of 256
+        "output": (34, "2560x1024"),
+        "gate, up": (34, "10240x2560"),
+        "down": (34, "2560x5120"),
+    }),
+    "OLMo-2-13B": (8, {
+        "model_type": "olmo2", "hidden_size": 5120, "intermediate_size": 13824,
+        "num_attention_heads": 40, "num_key_value_heads": 40, "num_hidden_layers": 40,
+    }, {
+        "qkv": (40, "1920x5120"),
+        "output": (40, "5120x640"),
+        "gate, up": (40, "3456x5120"),
+        "down": (40, "5120x1728"),
+    }),
+    "StarCoder2-15B": (4, {
+        "model_type": "starcoder2", "hidden_size": 6144, "intermediate_size": 24576,
+        "num_attention_heads": 48, "num_key_value_heads": 4, "num_hidden_layers": 40,
+    }, {
+        "qkv": (40, "1792x6144"),  # 12 + 2 heads of 128
+        "output": (40, "6144x1536"),
+        "up": (40, "6144x6144"),
+        "down": (40, "6144x6144"),
+    }),
+}  # fmt: skip
 QWEN = LLAMA | {
     "model_type": "qwen3_moe",
     "num_experts": 128,
@@ -297,6 +490,70 @@ def test_configurations_and_lists_of_sizes(tmp_path: Path) -> None:
     assert find_model("tables=4,width=8") == EmbeddingModel("tables=4,width=8", 4, 8)
 
 
+@pytest.mark.parametrize("case", PUBLISHED)
+def test_published_configurations(tmp_path: Path, case: str) -> None:
+    """The sizes are N x K on one rank, and of a layer's experts."""
+    ranks, configuration, expected = PUBLISHED[case]
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(configuration))
+    common = ("--model", file, "--tensor", ranks)
+    written = document(tmp_path, *common, "--tokens", 8)
+    (step,) = written["steps"]
+    found = {
+        each["part"]: (each["layers"], each["sizes"].removeprefix("8x")) for each in step["calls"]
+    }
+    assert found == expected
+    counts = dict.fromkeys((True, False), 0.0)
+    for each in step["calls"]:
+        counts[True] += each["layers"] * each["pair_us"]
+        counts[False] += each["layers"] * each["auto_us"]
+        normed = each["part"] in ("output", "down")
+        assert (each["operator"] == "gemm_all_reduce_norm") == normed
+    assert step["layer_us"] == [pytest.approx(us / step["layers"]) for us in counts.values()]
+    assert 0 < step["share"] < 1
+
+
+def test_layers_that_differ_are_counted(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK_V3))
+    done = explain("--model", tmp_path, "--tensor", 8, "--tokens", 8)
+    rows = [line.split()[:4] for line in done.output.splitlines()]
+    assert ["attention", "61", "not", "counted"] in rows
+    assert ["down", "3", "gemm_all_reduce_norm", "8x7168x2304"] in rows
+    assert ["experts", "58", "mixture_of_experts", "1"] in rows
+    assert "mean layer" in done.output
+    assert "the product that makes keys and values of compressed ones" in done.output
+    same = explain("--model", "gemma-2-9b", "--tokens", 8).output
+    assert "mean layer" not in same
+    assert "residuals behind norms, with the norms that follow them" in same
+    wide = explain("--model", "olmo-2-13b", "--tokens", 8).output
+    assert "what ranks exchange for norms of queries and keys" in wide
+
+
+def test_the_page_lists_the_configurations_that_are_taken() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "tensor-parallel.md").read_text(encoding="utf-8")
+    rows = page.split("| layers | `model_type` |")[1].split("\n\n")[0]
+    assert sorted(re.findall(r"`(\w+)`", rows)) == sorted(_FAMILIES)
+
+
+def test_compressed_keys_cannot_be_gathered() -> None:
+    done = explain("--model", "deepseek-v3", "--tokens", 8, "--sequence-parallel")
+    assert done.exit_code == 1
+    assert "--model must have attention whose first product ranks share out" in done.output
+
+
+def test_keys_that_a_family_does_not_read(tmp_path: Path) -> None:
+    """Experts of a model without any, and their width of a model whose experts have another key."""
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(GEMMA_2_9B | {"num_experts": 1, "moe_topk": 1}))
+    dense = find_model(str(file))
+    assert isinstance(dense, Model)
+    assert (dense.experts, dense.layers) == (0, 42)
+    file.write_text(json.dumps(GPT_OSS_120B | {"moe_intermediate_size": 100}))
+    experts = find_model(str(file))
+    assert isinstance(experts, Model)
+    assert experts.intermediate == 2880
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -308,7 +565,8 @@ def test_configurations_and_lists_of_sizes(tmp_path: Path) -> None:
         (LLAMA | {"num_attention_heads": True}, "num_attention_heads must be a whole number"),
         (LLAMA | {"num_attention_heads": 33}, "hidden_size must be a multiple of num_attention"),
         (QWEN | {"num_experts_per_tok": None}, "num_experts_per_tok must be a whole number"),
-        (QWEN | {"num_experts": None}, "num_experts or num_local_experts must be there, as qwen3"),
+        (QWEN | {"num_experts": None}, "num_experts or num_local_experts or n_routed_experts or "
+         "moe_num_experts must be there, as qwen3_moe has"),
         (LLAMA | {"model_type": "mistral", "num_key_value_heads": None},
          "num_key_value_heads must be there, as mistral has a default of its own; got none."),
         (LLAMA | {"model_type": "smollm3", "num_key_value_heads": None},
@@ -316,8 +574,31 @@ def test_configurations_and_lists_of_sizes(tmp_path: Path) -> None:
         (LLAMA | {"model_type": "ernie4_5"}, "head_dim must be there, as ernie4_5 has a default"),
         (QWEN | {"mlp_only_layers": [0]}, "mlp_only_layers must be absent, 0 or empty; got [0]"),
         (QWEN | {"decoder_sparse_step": 2}, "decoder_sparse_step must be 1"),
-        (LLAMA | {"model_type": "falcon"}, "model_type must be one of ernie4_5, granite, llama"),
+        (LLAMA | {"model_type": "falcon"},
+         "starcoder2, whose layers can be described; got 'falcon'."),
+        (LLAMA | {"model_type": ["llama"]}, "whose layers can be described; got ['llama']."),
         (LLAMA | {"kv_lora_rank": 512}, "kv_lora_rank must be absent"),
+        (LLAMA | {"model_type": "stablelm", "use_parallel_residual": True},
+         "use_parallel_residual must be absent, 0 or empty; got True."),
+        ({key: value for key, value in DEEPSEEK_V3.items() if key != "q_lora_rank"},
+         "q_lora_rank must be there, as deepseek_v3 has a default"),
+        (DEEPSEEK_V3 | {"v_head_dim": None}, "v_head_dim must be there"),
+        (DEEPSEEK_V3 | {"q_lora_rank": -1}, "q_lora_rank must be a whole number from 1 to"),
+        (DEEPSEEK_V3 | {"kv_lora_rank": 0}, "kv_lora_rank must be a whole number"),
+        (DEEPSEEK_V3 | {"qk_rope_head_dim": "64"}, "qk_rope_head_dim must be a whole number"),
+        (DEEPSEEK_V3 | {"first_k_dense_replace": 61},
+         "first_k_dense_replace must be a whole number from 0 to 60; got 61."),
+        (DEEPSEEK_V3 | {"intermediate_size": None}, "intermediate_size must be a whole number"),
+        (DEEPSEEK_V3 | {"moe_intermediate_size": None}, "moe_intermediate_size must be a whole"),
+        (DEEPSEEK_V3 | {"n_shared_experts": 1.5}, "n_shared_experts must be a whole number from 0"),
+        (DEEPSEEK_V3 | {"moe_layer_freq": [0, 1]}, "moe_layer_freq must be 1, experts in each"),
+        (ERNIE_21B | {"moe_layer_end_index": 20}, "must be -1 or that of the last layer, 27; got"),
+        (LLAMA_4_MAVERICK | {"interleave_moe_layer_step": 0},
+         "interleave_moe_layer_step must be a whole number from 1 to 48; got 0."),
+        (LLAMA_4_MAVERICK | {"moe_layers": [48]},
+         "moe_layers must be a list of numbers from 0 to 47; got [48]."),
+        (LLAMA_4_MAVERICK | {"moe_layers": "all"}, "moe_layers must be a list of numbers"),
+        (GEMMA_2_9B | {"head_dim": None}, "head_dim must be there, as gemma2 has a default"),
         ([], "got no JSON object"),
     ],
 )  # fmt: skip
@@ -332,10 +613,11 @@ def test_configurations_that_are_refused(tmp_path: Path, content: Any, message: 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--model", "lama3-70b"], "Phi-4, Yi-34B, Granite-3-8B, DLRM-Criteo; got 'lama3-70b'. Did "
+        (["--model", "lama3-70b"], "OLMo-2-13B, Granite-3-8B, DLRM-Criteo; got 'lama3-70b'. Did "
          "you mean Llama-3-70B? Or give a config.json"),
         (["--model", "mixtral"], "one of Mixtral-8x7B, Mixtral-8x22B; got 'mixtral'. That is"),
-        (["--model", "DeepSeek-V3"], "--model must be one of"),
+        (["--model", "DeepSeek-V4"], "--model must be one of"),
+        (["--model", "DeepSeek-V2-Lite", "--tensor", "5"], "divide the 16 heads of DeepSeek-V2"),
         (["--model", "absent.json"], "absent.json must be a config.json of transformers"),
         (["--model", "hidden=8,head=2"], "got 'head'. Did you mean heads?"),
         (["--model", "hidden=4096,heads=x,inner=1,layers=1"], "heads must be a whole number"),

@@ -62,7 +62,8 @@ def memory_of(
         )
     if not 2 <= ranks <= MOST_RANKS:
         raise ArgumentError(f"--world-size must be from 2 to {MOST_RANKS} ranks; got {ranks}.")
-    products = described.layer_products(ranks)
+    is_gathered = "all_gather_gemm" in client.operators
+    products = described.layer_products(ranks, sequence_parallel=is_gathered)
     # An operator that shares rows out takes numbers that the ranks divide.
     least = 1 if _NORMED in client.operators else ranks
     steps = [tokens, *(least << i for i in range(tokens.bit_length()) if least << i < tokens)]
@@ -81,6 +82,8 @@ def _reservation(
     for name in client.operators:
         operator = product_operator(name)
         if operator.collective_first == product.is_summed:
+            continue
+        if name == _NORMED and not product.is_normed:
             continue
         is_many = name == _NORMED and rows > MOST_NORMED_ROWS
         if is_many and not is_pushed(rows, product.columns, dtype, ranks):

@@ -19,7 +19,7 @@ from interlace.cli.gpus import NORMED, SUM, choice_on, gpu_named, norm_us, prove
 from interlace.cli.outputs import Outputs
 from interlace.costs import embedding_all_to_all as embedding
 from interlace.costs.known_profiles import profile_of
-from interlace.costs.models import EmbeddingModel, Model, find_model
+from interlace.costs.models import EmbeddingModel, LayerProduct, Model, find_model
 from interlace.costs.time import SizedCall
 from interlace.errors import ArgumentError
 from interlace.gemm.choice import fastest
@@ -48,6 +48,7 @@ class CallTime:
         auto_us: Microseconds of what ``impl="auto"`` takes.
         impl: What it takes.
         basis: ``"measured"``, ``"predicted"`` or ``"guessed"``.
+        layers: Number of layers that have the call.
     """
 
     part: str
@@ -57,6 +58,7 @@ class CallTime:
     auto_us: float
     impl: str
     basis: str
+    layers: int
 
     @property
     def without_us(self) -> float:
@@ -70,8 +72,8 @@ class StepTime:
 
     Attributes:
         tokens: Tokens of the step; samples, of a recommendation model.
-        layers: Number of layers, each with these calls.
-        calls: The calls of a layer in their order.
+        layers: Number of layers.
+        calls: The calls of the layers in their order.
         unit: ``"tokens"``, or ``"samples"``.
     """
 
@@ -82,14 +84,19 @@ class StepTime:
 
     @property
     def layer_us(self) -> tuple[float, float]:
-        """Return the microseconds of a layer's calls, without Interlace and with it."""
-        return sum(call.without_us for call in self.calls), sum(call.auto_us for call in self.calls)
+        """Return the microseconds of a layer's calls, without Interlace and with it; the mean, if
+        layers differ.
+        """
+        return (
+            sum(call.layers * call.without_us for call in self.calls) / self.layers,
+            sum(call.layers * call.auto_us for call in self.calls) / self.layers,
+        )
 
     @property
     def share(self) -> float:
         """Return the fraction of the time without Interlace that calls with a collective take."""
-        of_operators = sum(call.without_us for call in self.calls if call.operator)
-        return of_operators / self.layer_us[0]
+        of_operators = sum(call.layers * call.without_us for call in self.calls if call.operator)
+        return of_operators / self.layers / self.layer_us[0]
 
 
 def run_explain_model(
@@ -163,25 +170,28 @@ def run_explain_model(
 
 
 def _print_step(console: Console, title: str, step: StepTime) -> None:
-    parts = "part", "call", "sizes"
+    # Layers may have experts, or not.
+    is_mixed = any(call.layers != step.layers for call in step.calls)
+    parts = "part", *(["layers"] if is_mixed else []), "call", "sizes"
     size = format_count(step.tokens, step.unit.removesuffix("s"))
     table = make_table(
         *parts, "PyTorch us", "auto us", "ratio", "by", "basis",
         left=(*parts, "by", "basis"), title=f"{title}, {size}",
     )  # fmt: skip
     for call in step.calls:
+        count = [str(call.layers)] if is_mixed else []
+        if call.part == "output":
+            table.add_row("attention", *count, "not counted")
         pair = "unknown" if call.pair_us is None else format_number(call.pair_us)
         us = pair, format_number(call.auto_us)
         ratio = f"{call.auto_us / call.without_us:.2f}" if call.operator else ""
         called = call.operator or "product"
-        table.add_row(call.part, called, call.sizes, *us, ratio, call.impl, call.basis)
-        if call.part == "qkv":
-            table.add_row("attention", "not counted")
+        table.add_row(call.part, *count, called, call.sizes, *us, ratio, call.impl, call.basis)
     without, auto = step.layer_us
-    sums = {"layer": 1, f"{step.layers} layers": step.layers}
+    sums = {"mean layer" if is_mixed else "layer": 1, f"{step.layers} layers": step.layers}
     for name, layers in ({"both": 1} if step.unit == "samples" else sums).items():
         us = format_number(layers * without), format_number(layers * auto)
-        table.add_row(name, "", "", *us, f"{auto / without:.2f}", style="bold")
+        table.add_row(name, *[""] * (len(parts) - 1), *us, f"{auto / without:.2f}", style="bold")
     console.print(table)
     if step.share < 1:
         console.print(
@@ -193,9 +203,18 @@ def _print_step(console: Console, title: str, step: StepTime) -> None:
 def _left_out(model: Model, most_tokens: int, sequence_parallel: bool) -> str:
     """Return what the times of a layer and a step leave out, in words."""
     parts = ["attention and its cache", "positions", "the activation"]
+    if model.latent:
+        parts.insert(1, "the product that makes keys and values of compressed ones")
+    if model.has_wide_norms:
+        parts.append("what ranks exchange for norms of queries and keys")
     if sequence_parallel or most_tokens > MOST_NORMED_ROWS:
         after = "" if sequence_parallel else f" of more than {MOST_NORMED_ROWS} tokens"
         parts.append(f"residuals and norms{after}")
+    else:
+        if model.norm_first:
+            parts.append("residuals behind norms, with the norms that follow them")
+        if model.experts:
+            parts.append("the residual and norm behind experts")
     if model.experts:
         parts.append("the router")
         if not sequence_parallel:
@@ -251,40 +270,47 @@ def _transformer_step(
             f"{tokens}."
         )
     name = str(dtype).removeprefix("torch.")
-    first, last = "", NORMED if tokens <= MOST_NORMED_ROWS else SUM
-    if sequence_parallel:
-        first, last = "all_gather_gemm", "gemm_reduce_scatter"
     calls = [
         _product_time(
-            product.part,
-            last if product.is_summed else first,
+            product,
+            _operator(product, tokens, sequence_parallel),
             SizedCall.of_dtype(name, tokens, product.columns, product.inner, ranks),
             gpu,
             dtype,
         )
-        for product in model.layer_products(ranks)
+        for product in model.layer_products(ranks, sequence_parallel=sequence_parallel)
     ]
     if model.experts:
         calls.append(_experts_time(model, gpu, ceil_div(tokens, ranks), ranks, dtype))
     return StepTime(tokens, model.layers, calls)
 
 
+def _operator(product: LayerProduct, tokens: int, sequence_parallel: bool) -> str:
+    """Return the name of the operator that computes a product; empty if it has no collective."""
+    if sequence_parallel:
+        return "gemm_reduce_scatter" if product.is_summed else "all_gather_gemm"
+    if not product.is_summed:
+        return ""
+    return NORMED if product.is_normed and tokens <= MOST_NORMED_ROWS else SUM
+
+
 def _product_time(
-    part: str, operator: str, call: SizedCall, gpu: Gpu, dtype: torch.dtype
+    product: LayerProduct, operator: str, call: SizedCall, gpu: Gpu, dtype: torch.dtype
 ) -> CallTime:
     """Return the time of a product, and of the collective that an operator has."""
+    part, layers = product.part, product.layers
     profile = profile_of(gpu.name, gpu.processors)
     sizes = f"{call.rows}x{call.columns}x{call.inner}"
     if not operator:
         us = profile.library_product_us(call)
-        return CallTime(part, "", sizes, us, us, "cuBLAS", profile.basis("", "", call))
+        return CallTime(part, "", sizes, us, us, "cuBLAS", profile.basis("", "", call), layers)
     declaration = product_operator(operator)
     choice = choice_on(gpu, declaration, call, dtype)
     pair_us = auto_us = _pair_us(operator, call, gpu, dtype)
     if not declaration.is_pair(choice.impl):
         auto_us = times_on(gpu, declaration, call, dtype)[choice.impl]
     basis = "measured" if choice.is_exact else profile.basis(operator, choice.impl, call)
-    return CallTime(part, operator, sizes, pair_us, auto_us, choice.impl, basis)
+    return CallTime(part, operator, sizes, pair_us, auto_us, choice.impl, basis, layers)
 
 
 def _pair_us(operator: str, call: SizedCall, gpu: Gpu, dtype: torch.dtype) -> float:
@@ -315,7 +341,8 @@ def _experts_time(model: Model, gpu: Gpu, tokens: int, ranks: int, dtype: torch.
     text = f"{format_count(tokens, 'token')}, {model.top_k} of {model.experts}, "
     text += f"{model.hidden}x{model.intermediate}"
     basis = profile.basis(name, choice.impl, terms.call)
-    return CallTime("experts", name, text, pair_us, times_us[choice.impl], choice.impl, basis)
+    auto_us, layers = times_us[choice.impl], model.expert_layers
+    return CallTime("experts", name, text, pair_us, auto_us, choice.impl, basis, layers)
 
 
 # A recommendation model
@@ -359,7 +386,7 @@ def _embedding_step(
         "backward": (back + copies_us + update_us, back + update_us),
     }
     calls = [
-        CallTime(part, "embedding_all_to_all", sizes, pair_us, auto_us, "fused", "guessed")
+        CallTime(part, "embedding_all_to_all", sizes, pair_us, auto_us, "fused", "guessed", 1)
         for part, (pair_us, auto_us) in times.items()
     ]
     return StepTime(batch, 1, calls, "samples")

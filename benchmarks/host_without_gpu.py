@@ -2,11 +2,12 @@
 
     python benchmarks/host_without_gpu.py [--calls 5000]
 
-The call is a ``gemm_all_reduce`` of many rows with a residual and a norm, as an engine's eager
-prefill makes it: found by its form, launched by Triton's own launcher, with a driver that does
-nothing (compiled here, needs ``cc``), and without the product. One rank, tensors on the CPU. Two
-times are printed for each way into the operator: in a loop, the least of seven, of this thread's
-processor time; and the median behind other code, which fills the caches as a program does.
+Two calls of ``gemm_all_reduce``, found by their form and launched by Triton's own launcher, with a
+driver that does nothing (compiled here, needs ``cc``): one of many rows with a residual and a norm,
+without the product, as the compiled program of an engine's eager prefill makes it; and one of one
+row, as a program decodes that is not compiled. One rank, tensors on the CPU. Two times are printed
+for each way into the operator: in a loop, the least of seven, of this thread's processor time; and
+the median behind other code, which fills the caches as a program does.
 
 Compare trees by setting ``PYTHONPATH``, in turns, on a machine that does nothing else. It says
 nothing of what the driver and the library take.
@@ -15,6 +16,8 @@ nothing of what the driver and the library take.
 from __future__ import annotations
 
 import argparse
+import ctypes
+import functools
 import inspect
 import json
 import os
@@ -74,7 +77,7 @@ int cuTensorMapEncodeIm2col(void *m) { return 0; }
 def main() -> None:
     """Compile the driver and measure in a process that loads it, or be that process."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--calls", type=int, default=5000, help="Calls of a loop.")
+    parser.add_argument("--calls", type=int, default=5000, help="Calls of a loop; 0: no times.")
     parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.measure:
@@ -94,33 +97,47 @@ def main() -> None:
 
 
 def measure(calls: int) -> None:
-    """Print the times of the call."""
+    """Print the times of both calls."""
     import torch
 
-    operator, arguments, run = prepared()
+    group = group_on_cpu()
+    kinds = {
+        "many rows, norm, from a compiled program": many_rows,
+        "one row, from a program": one_row,
+    }
+    for name, prepare in kinds.items():
+        ways = prepare(group)  # memory that grows forgets the calls before
+        *_, played = ways.values()
+        with torch.inference_mode():
+            count = functions_entered(played)
+            print(f"{name}: enters {count} functions of Python when it is played")
+            for way, call in ways.items() if calls else ():
+                print_times(f"  {way}", call, calls)
+
+
+def functions_entered(call: Callable[[], Any]) -> int:
+    """Return the number of functions of Python that a call enters, which has come before."""
     functions: list[str] = []
 
     def note(frame: Any, event: str, _: object) -> None:
         if event == "call":
             functions.append(frame.f_code.co_name)
 
-    with torch.inference_mode():
-        run()
-        sys.setprofile(note)
-        try:
-            run()
-        finally:
-            sys.setprofile(None)
-        print(f"a call enters {len(functions)} functions of Python")
-        print_times("by the dispatcher", lambda: operator(*arguments), calls)
-        print_times("past the dispatcher", lambda: operator.from_inductor(*arguments), calls)
-        print_times("by its tape, as Inductor's programs call it", run, calls)
+    for _ in range(10):
+        call()
+    stub = ctypes.c_int.in_dll(ctypes.CDLL("libcuda.so.1"), "launches")
+    before = stub.value
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    assert stub.value == before + 1, "the call was not launched"
+    return len(functions)
 
 
-def prepared() -> tuple[Any, tuple[Any, ...], Callable[[], Any]]:
-    """Return the operator, its arguments, and what makes the call, which has come before."""
-    import ctypes
-
+def group_on_cpu() -> Any:
+    """Return a group of one rank whose calls are found and launched as on a GPU."""
     import torch
     import torch.distributed as dist
 
@@ -142,7 +159,19 @@ def prepared() -> tuple[Any, tuple[Any, ...], Callable[[], Any]]:
     active.get_current_stream, active.get_current_device = lambda device: 0, lambda: 0
 
     import interlace
-    import interlace.operators
+
+    group = interlace.group_of(device="cpu")
+    stream: Any = object()
+    group.streams._order.streams[0] = group.streams._order.executed = stream
+    group.replays.is_enabled = True
+    return group
+
+
+def many_rows(group: Any) -> dict[str, Callable[[], Any]]:
+    """Return the ways into a call of many rows, the last one by its tape."""
+    import torch
+    import torch.distributed as dist
+
     from interlace.comm.groups.registration import entrance
     from interlace.comm.host.agreement import Family
     from interlace.comm.launching.kernels import Launch
@@ -168,10 +197,7 @@ def prepared() -> tuple[Any, tuple[Any, ...], Callable[[], Any]]:
         def __torch_function__(cls, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
             return super().__torch_function__(function, types, args, kwargs or {})
 
-    group, dtype = interlace.group_of(device="cpu"), torch.bfloat16
-    stream: Any = object()
-    group.streams._order.streams[0] = group.streams._order.executed = stream
-    group.replays.is_enabled = True
+    dtype = torch.bfloat16
     x, w, residual = (
         torch.randn(*shape).to(dtype)
         for shape in ((ROWS, INNER), (COLUMNS, INNER), (ROWS, COLUMNS))
@@ -204,15 +230,54 @@ def prepared() -> tuple[Any, tuple[Any, ...], Callable[[], Any]]:
     operator = getattr(torch.ops.interlace, OPERATOR).default
     entrance(OPERATOR)._is_played = True
     play = tapes.player(operator.from_inductor)
-    stub = ctypes.CDLL("libcuda.so.1")
-    launches = ctypes.c_int.in_dll(stub, "launches")
-    before = launches.value
-    operator(*arguments)
-    assert launches.value == before + 1, "the call was not found by its form"
-    with torch.inference_mode():
-        for _ in range(10):
-            play(*arguments)
-    return operator, arguments, lambda: play(*arguments)
+    return {
+        "by the dispatcher": lambda: operator(*arguments),
+        "past the dispatcher": lambda: entrance(OPERATOR).from_inductor(*arguments),
+        "by its tape": lambda: play(*arguments),
+    }
+
+
+def one_row(group: Any) -> dict[str, Callable[[], Any]]:
+    """Return the ways into a call of one row, the last one by its tape."""
+    import torch
+
+    import interlace
+    from interlace.comm.groups import registration
+    from interlace.gemm import dispatch, schema
+    from interlace.operators.gemm_all_reduce import OPERATOR as PLAIN
+    from interlace.operators.gemm_all_reduce import gemv
+
+    # What is looked at is that operands are on a GPU.
+    schema.may_be_played = lambda _: registration.is_unobserved()
+    schema.recalling_group = lambda *_: group
+    gemv.require = lambda _: None
+    x, w = (torch.randn(*shape).bfloat16() for shape in ((1, INNER), (COLUMNS, INNER)))
+    config = gemv.default_config(rows=1, columns=COLUMNS, world_size=2, itemsize=x.itemsize)
+    y = torch.empty(1, COLUMNS, dtype=x.dtype)
+    kernel = gemv.prepare(group, x, w, None, y, config, 1 << 24)
+    kernel()
+    again = kernel.again(("x", "w", "bias", "y"), small_result, gemv._enqueue)
+    assert again is not None
+    form, _ = dispatch.known_call(PLAIN, x, w, None, x.dtype, False, "auto", group, None, None)
+    absent: Any = None
+    run_again = functools.partial(dispatch._run_again, absent, absent, x.dtype, again)
+    group.replays.remember_form(form, run_again)
+    group.replays.comes_again = lambda _: False  # a graph
+    others = (None, None, None, None, None, "auto", False)
+    return {
+        "past the dispatcher": lambda: schema._plain(PLAIN, x, w, *others),
+        "by its tape": lambda: interlace.gemm_all_reduce(x, w),
+    }
+
+
+def small_result(group: Any) -> tuple[Any, ...]:
+    """Return a call's new memory, of one element, as a step of a tape."""
+    import torch
+
+    from interlace.comm.replay import tapes
+
+    new = torch._C._dynamo.guards._empty_strided_cpu  # type: ignore[attr-defined]
+    return (tapes.step(new, (1, 1), (1, 1), torch.bfloat16),)
 
 
 def print_times(name: str, call: Callable[[], Any], calls: int) -> None:

@@ -695,6 +695,36 @@ MUTANTS = [
         "comm/test_tapes.py::test_no_references_are_lost_or_kept",
     ),
     Mutant(
+        "interlace/comm/replay/player.c",
+        "    return is_as_it_lies(value) && put_tensor(key, value);",
+        "    return put_tensor(key, value);",
+        "comm/test_tapes.py::test_what_users_give_is_played_where_it_is_as_it_lies",
+    ),
+    Mutant(
+        "interlace/comm/replay/player.c",
+        "type == dtype_type || type == group_type)",
+        "type == dtype_type)",
+        "comm/test_tapes.py::test_groups_are_told_apart",
+    ),
+    Mutant(
+        "interlace/comm/launching/kernels.py",
+        """        tapes.spoil("a kernel is launched for the first time")\n""",
+        "",
+        "comm/test_launches.py::test_a_launch_of_what_is_compiled_is_a_step_of_a_recorded_call",
+    ),
+    Mutant(
+        "interlace/comm/groups/group.py",
+        "            *([self.memory.has_no_tensors()] if reads_in_place else []),\n",
+        "",
+        "comm/test_tapes.py::test_a_group_plays_calls_only_as_they_were_recorded",
+    ),
+    Mutant(
+        "interlace/gemm/launch.py",
+        "            group.has_recorded(reads_in_place=reads_in_place)\n",
+        "",
+        "comm/test_tapes.py::test_calls_of_programs_are_played",
+    ),
+    Mutant(
         "interlace/comm/groups/group.py",
         "            self.health.condition(),\n",
         "",

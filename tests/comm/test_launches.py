@@ -9,6 +9,7 @@ import torch
 
 from interlace.comm.launching import kernels
 from interlace.comm.launching.kernels import Launch
+from interlace.comm.replay import tapes
 
 
 class _Kernel:
@@ -80,6 +81,40 @@ def test_hooks_are_told_of_each_launch(monkeypatch: pytest.MonkeyPatch, name: st
     assert kernel.told == 2
     monkeypatch.undo()
     assert [grid for grid, _ in kernel.launched] == [(3, 1, 1)] * 3
+
+
+class _Runner:
+    """Stands for Triton's launcher: a function in Python that calls one in C."""
+
+    def __init__(self) -> None:
+        self.launched: list[Any] = []
+        self.launch: Any = lambda *arguments: self.launched.append(arguments)
+
+    def __call__(self, *arguments: Any) -> None:
+        self.launch(*arguments)
+
+
+def test_a_launch_of_what_is_compiled_is_a_step_of_a_recorded_call() -> None:
+    kernel, holder = _Kernel("x"), _Kernel()
+    kernel.run = runner = _Runner()  # type: ignore[assignment,method-assign]
+
+    def recorded(number: int) -> tapes.RecordedCall | None:
+        recorder = tapes._thread.recorder = tapes.CallRecorder(())
+        try:
+            Launch(kernel, (3,), {"x": number}, {})()
+        finally:
+            tapes._thread.recorder = None
+        recorder.complete(holder, (), print)
+        return recorder.finished(None)
+
+    assert recorded(5) is None, "what compiles has enqueued what is no step"
+    call = recorded(7)
+    assert call is not None
+    (step,) = call.steps
+    function, arguments, names, slot, is_launch = step
+    assert (function, names, slot, is_launch) == (runner.launch, None, -1, True)
+    assert arguments[2][-1] == ("constant", 7)
+    assert [each[-1] for each in runner.launched] == [7]
 
 
 def test_products_are_added_without_a_rounding_whatever_tritons_default_is() -> None:

@@ -1,4 +1,4 @@
-"""Calls of compiled programs that are played past Python. Run with ``-m gpu``."""
+"""Calls that are played past Python, of compiled programs and of others. Run with ``-m gpu``."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import interlace
 import interlace.operators  # registers torch.ops.interlace
@@ -18,6 +19,8 @@ COLUMNS, INNER = 1024, 512
 _TURNS = 14
 _MOST_FUNCTIONS = 3
 """Functions of Python that a call enters which is played, the one that calls it among them."""
+_MOST_FUNCTIONS_OF_PROGRAMS = 16
+"""The same of a public function, with what finds out whether somebody listens."""
 
 # Rows; of 20,000 the parts do not fit one kernel behind the product, and the sum is a call of its
 # own.
@@ -128,6 +131,102 @@ def _played() -> tuple[list[str], dict[str, int]]:
     return wrong, functions
 
 
+# Function, rows of x, implementation, and what else is given.
+_IN_PROGRAMS: dict[str, tuple[str, int, str, set[str]]] = {
+    "a row": ("gemm_all_reduce", 1, "gemv", set()),
+    "few rows": ("gemv_all_reduce", 4, "gemv", {"bias"}),
+    "few rows, other addresses": ("gemv_all_reduce", 4, "gemv", {"bias", "shifted"}),
+    "few rows, norm": ("gemm_all_reduce", 4, "fused", {"residual", "norm_weight"}),
+    "pushed, norm": ("gemm_all_reduce", 128, "pushed", {"residual", "norm_weight"}),
+    "pushed, all-reduce": ("gemm_all_reduce", 128, "pushed", {"bias"}),
+    "pushed, reduce-scatter": ("gemm_reduce_scatter", 128, "pushed", {"bias"}),
+    "pushed, all-to-all": ("gemm_all_to_all", 128, "pushed", {"bias"}),
+    "pushed, all-gather": ("all_gather_gemm", 64, "pushed", {"bias"}),
+}
+
+
+class _Listening(TorchDispatchMode):
+    """While somebody listens, nothing is played."""
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return function(*args, **(kwargs or {}))
+
+
+def _played_in_programs() -> tuple[list[str], dict[str, int]]:
+    """As :func:`_played`, of public functions without gradients."""
+    wrong, functions = [], {}
+    group = interlace.group_of()
+
+    def operands(name: str, seed: int) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
+        _, rows, _, others = _IN_PROGRAMS[name]
+        of_rank = torch.Generator("cuda").manual_seed(10 * seed + dist.get_rank())
+        of_all = torch.Generator("cuda").manual_seed(10 * seed + 9)
+        first = int("shifted" in others)
+        x = torch.randn(rows * INNER + first, generator=of_rank, device="cuda").bfloat16()[first:]
+        w = torch.randn(COLUMNS, INNER, generator=of_rank, device="cuda").bfloat16()
+        shapes = {"bias": (COLUMNS,), "residual": (rows, COLUMNS), "norm_weight": (COLUMNS,)}
+        given = {
+            other: torch.randn(*shape, generator=of_all, device="cuda").bfloat16()
+            for other, shape in shapes.items()
+            if other in others
+        }
+        return (x.view(rows, INNER), w), given
+
+    def turn(name: str, number: int, **more: Any) -> int:
+        function, _, impl, _ = _IN_PROGRAMS[name]
+        tensors, named = operands(name, number)
+        call = getattr(interlace, function)
+        with _Listening():
+            wanted = call(*tensors, **named, impl=impl, **more)
+        if (number + dist.get_rank()) % 3 == 0:
+            torch.cuda._sleep(500_000)
+        found, files = entered(lambda: call(*tensors, **named, impl=impl, **more))
+        pairs = zip(found, wanted, strict=True) if isinstance(wanted, tuple) else [(found, wanted)]
+        if not all(torch.equal(one, other) for one, other in pairs):
+            wrong.append(f"{name}, turn {number}")
+        return len(files)
+
+    with torch.no_grad():
+        for name in _IN_PROGRAMS:
+            for number in range(_TURNS):
+                functions[name] = turn(name, number)
+        # By turns, on another stream, with other modes, and with memory that is symmetric.
+        for number in range(3):
+            for name in _IN_PROGRAMS:
+                turn(name, number)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for name in _IN_PROGRAMS:
+                turn(name, 1)
+        with interlace.batch_invariant():
+            turn("few rows", 2)
+        with torch.autocast("cuda", torch.float16):
+            turn("pushed, all-reduce", 2)
+        members = dist.new_group()
+        for number in range(_TURNS):
+            turn("a row", number, group=members)
+            turn("a row", number)
+        kept = interlace.empty_symmetric((64, INNER), dtype=torch.bfloat16)
+        for number in range(3):
+            turn("pushed, all-gather", number)
+        del kept
+        for name in _IN_PROGRAMS:
+            for number in range(_TURNS):
+                functions[f"{name}, at last"] = turn(name, number)
+    with torch.inference_mode():
+        for number in range(_TURNS):
+            functions["in inference mode"] = turn("a row", number)
+    tensors, named = operands("a row", 3)
+    tensors[1].requires_grad_()
+    y = interlace.gemm_all_reduce(*tensors, **named)
+    y.sum().backward()
+    if tensors[1].grad is None:
+        wrong.append("a gradient")
+    group.synchronize()
+    return wrong, functions
+
+
 def _after_an_end() -> list[str]:
     """What happens to calls of a group that was destroyed, with a tape."""
     members, seen = dist.new_group(), []
@@ -154,6 +253,12 @@ def test_calls_are_played_to_the_same_bits(ranks: Any, world_size: int) -> None:
         assert functions.pop("two kernels") < 200
         assert functions.pop("float8") < 50
         assert max(functions.values()) <= _MOST_FUNCTIONS, functions
+
+
+def test_calls_of_programs_are_played_to_the_same_bits(ranks: Any, world_size: int) -> None:
+    for wrong, functions in ranks(world_size).run(_played_in_programs):
+        assert not wrong
+        assert max(functions.values()) <= _MOST_FUNCTIONS_OF_PROGRAMS, functions
 
 
 def test_a_group_that_is_gone_is_refused(ranks: Any, world_size: int) -> None:

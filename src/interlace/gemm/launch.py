@@ -488,6 +488,8 @@ class KernelOfWords:
         take: Callable[[Any], tuple[Any, ...]],
         run: Callable[..., None],
         result: Callable[..., Any] = first,
+        *,
+        reads_in_place: bool = False,
     ) -> AgainCall | None:
         """Return what makes calls of other operands with such a kernel, past its description; None
         where none has run on a GPU. It is collective when the workspace must grow, and refers to no
@@ -499,6 +501,7 @@ class KernelOfWords:
             run: Enqueues a call's work, given what enqueues the kernel with those values by name,
                 the memory and the operands. It must refer to no group and no operand either.
             result: Returns a call's result, given its memory.
+            reads_in_place: Whether another implementation may run where x is symmetric memory.
         """
         relaunch = None if self.launch is None else self.launch.again()
         if self.launch is None or relaunch is None:
@@ -510,7 +513,11 @@ class KernelOfWords:
             if name not in names and name not in self._memory
         }
 
+        # Beside what differs, tensors of a kernel are tables that the group keeps.
+        tables = [value for value in kept.values() if isinstance(value, torch.Tensor)]
+
         def again(group: Group, _: Hashable, *operands: torch.Tensor | None) -> Any:
+            tapes.keep(*tables)
             memory = take(group)
             # Looked up each time: peers that replay a capture may use an older workspace.
             arguments = kept | find(group)
@@ -520,6 +527,8 @@ class KernelOfWords:
 
             with group.launching():
                 run(enqueue, memory, *operands)
-            return result(*memory)
+            found = result(*memory)
+            group.has_recorded(reads_in_place=reads_in_place)
+            return found
 
         return again

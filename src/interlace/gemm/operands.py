@@ -14,6 +14,7 @@ from torch import _C
 from torch._subclasses.fake_tensor import FakeTensor
 
 from interlace.comm.replay.replays import places
+from interlace.comm.replay.tapes import step
 from interlace.errors import ArgumentError, BackendError
 from interlace.gemm.scaled import block_scale_shapes, has_block_scales
 from interlace.gemm.terms import Terms, default_output_dtype
@@ -291,6 +292,11 @@ class Weight(NamedTuple):
     w: torch.Tensor
     transposed: torch.Tensor
     scale: torch.Tensor | None = None
+
+    @staticmethod
+    def of(w: torch.Tensor) -> Weight:
+        """Return a weight without scales, its view as a step of a tape."""
+        return Weight(w, step(torch.t, w))
 
 
 @dataclasses.dataclass(frozen=True)

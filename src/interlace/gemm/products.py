@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import torch
 
+from interlace.comm.replay.tapes import spoil, step
 from interlace.gemm import few_rows, scaled
 from interlace.gemm.operands import RowPart, Weight
 from interlace.units import round_down
@@ -30,11 +31,12 @@ def multiply_into(
         bias: ``[N]`` of out's dtype, or None for none.
     """
     if rows.scale is not None:
+        spoil("which kernels multiply float8 is no step")
         _multiply_scaled_into(out, rows, weight, bias)
     elif bias is None:
-        torch.mm(rows.x, weight.transposed, out=out)
+        step(torch.mm, rows.x, weight.transposed, out=out)
     else:
-        torch.addmm(bias, rows.x, weight.transposed, out=out)
+        step(torch.addmm, bias, rows.x, weight.transposed, out=out)
 
 
 def multiply_by_faster(

@@ -5,7 +5,8 @@ Triton is imported by the first call, not before.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import functools
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -18,10 +19,12 @@ from interlace.comm.groups.registration import (
     entrance,
     is_ordinary,
     is_unobserved,
+    may_be_played,
     past_autograd,
     recalling_group,
     register,
 )
+from interlace.comm.replay import tapes
 from interlace.errors import ArgumentError
 from interlace.gemm import dispatch
 from interlace.gemm.config import GemmConfig
@@ -277,14 +280,56 @@ def call(
     Raises:
         ArgumentError: No rank could compute this, or ``out`` cannot be the result.
     """
+    if out is None and config is None and all(rows is None for rows in splits):
+        plain = x, w, bias, x_scale, w_scale, out_dtype, group, impl, gather
+        return _player(operator)(*plain) if may_be_played(x) else _plain(operator, *plain)
+    return _in_full(
+        operator, (x, w, bias, x_scale, w_scale), splits, out_dtype, group, impl, config, gather,
+        out,
+    )  # fmt: skip
+
+
+@functools.cache
+def _player(operator: GemmOperator) -> Callable[..., Any]:
+    """Return :func:`_plain` of an operator by its tapes."""
+    return tapes.player(functools.partial(_plain, operator), is_public=True)
+
+
+def _plain(
+    operator: GemmOperator,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    x_scale: torch.Tensor | None,
+    w_scale: torch.Tensor | None,
+    out_dtype: torch.dtype | None,
+    group: dist.ProcessGroup | None,
+    impl: str,
+    gather: bool,
+) -> Any:
+    """Make a call without lists of rows, configuration and memory for the result."""
+    result = _recalled(operator, x, w, bias, out_dtype, group, impl, gather, x_scale, w_scale)
+    if result:
+        return result[0]
+    tensors, splits = (x, w, bias, x_scale, w_scale), [None] * len(operator.split_names)
+    return _in_full(operator, tensors, splits, out_dtype, group, impl, None, gather, None)
+
+
+def _in_full(
+    operator: GemmOperator,
+    tensors: tuple[Any, ...],
+    splits: Sequence[object],
+    out_dtype: torch.dtype | None,
+    group: dist.ProcessGroup | None,
+    impl: str,
+    config: GemmConfig | None,
+    gather: bool,
+    out: torch.Tensor | None,
+) -> Any:
+    """Validate arguments as :func:`call` has them, and call the operator."""
+    x, w, bias, x_scale, w_scale = tensors
     if out is not None:
         require_tensor(f"{operator.name}: out", out)
-    tensors = (x, w, bias, x_scale, w_scale)
-    is_plain = config is None and all(rows is None for rows in splits)
-    if is_plain and out is None:
-        result = _recalled(operator, x, w, bias, out_dtype, group, impl, gather, x_scale, w_scale)
-        if result:
-            return result[0]
     kind = _kind(operator, tensors, splits, out_dtype, impl, config)
     if kind is None or kind not in _valid:
         validate(

@@ -264,9 +264,13 @@ class Group:
         """
         return not releases and self.streams.continues() and self.replays.may_replay()
 
-    def has_recorded(self) -> None:
+    def has_recorded(self, *, reads_in_place: bool = False) -> None:
         """Say that all that a call has done from its arguments on was a step of its recording, if
         there is one; see :mod:`interlace.comm.replay.tapes`.
+
+        Args:
+            reads_in_place: Whether another implementation may run where an operand is symmetric
+                memory, of which an address says nothing to a tape.
         """
         recorder = tapes.recorder()
         if recorder is None or not self.replays.is_enabled or torch.is_grad_enabled():
@@ -287,6 +291,7 @@ class Group:
             releases.condition(),
             recordings.condition(),
             *self.streams.conditions(),
+            *([self.memory.has_no_tensors()] if reads_in_place else []),
         )
         # Last, as a kernel may break the group at any time, and conditions are what is so now.
         if not self.health.broken and self.may_recall():

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 from interlace.comm.groups.group import Group, known_group
 from interlace.comm.groups.process_groups import default_group
 from interlace.comm.replay import tapes
-from interlace.comm.runtime.conditions import Condition, by_id, has, returns
+from interlace.comm.runtime.conditions import Condition, answers, by_id, has, returns
 from interlace.errors import ArgumentError
 
 OPERATOR_TAGS = (torch.Tag.pt2_compliant_tag,)
@@ -170,6 +170,16 @@ def is_unobserved() -> bool:
     )
 
 
+def may_be_played(x: object) -> bool:
+    """Return whether a call of a public function may be one that :func:`tapes.player` plays, given
+    its first operand: on a GPU, where nothing looks at calls.
+    """
+    kind = type(x)
+    if kind is not torch.Tensor and kind is not torch.nn.Parameter:
+        return False
+    return x.is_cuda and is_unobserved()  # type: ignore[attr-defined]
+
+
 def is_ordinary(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is one whose memory kernels can read as it is: of no subclass, on a
     GPU or the CPU, and not one that PyTorch still has to negate.
@@ -289,10 +299,12 @@ _ON_GPUS = (torch.Tensor, torch.nn.Parameter)
 
 
 def _conditions() -> Iterable[Condition]:
-    """Return what a call past the dispatcher depends on beside its arguments and its group."""
-    yield returns(_is_profiled)
-    yield returns(_C._len_torch_dispatch_stack)
-    yield has(forward_ad, "_current_level")
+    """Return what a call past the dispatcher depends on beside its arguments and its group: nobody
+    may listen, whether or not somebody does now.
+    """
+    yield answers(_is_profiled, False)
+    yield answers(_C._len_torch_dispatch_stack, 0)
+    yield "a", forward_ad, "_current_level", -1
     yield returns(torch.is_grad_enabled)
     yield by_id(returns(default_group.get))
     # The property that the default group is, is looked up by functions of Python.

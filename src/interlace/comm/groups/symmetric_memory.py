@@ -18,6 +18,7 @@ from interlace.comm.host.health import Health
 from interlace.comm.host.held_memory import HeldMemory, record
 from interlace.comm.replay.memory import Block, Heap, SoloHeap, call_when_gone, releases
 from interlace.comm.replay.replays import Replays
+from interlace.comm.runtime.conditions import Condition, answers
 from interlace.comm.runtime.ordinary import makes_ordinary_tensors
 from interlace.comm.runtime.streams import Streams
 from interlace.environment import LIMIT_VARIABLE, byte_count
@@ -187,6 +188,10 @@ class SymmetricMemory:
             if offset >= 0 and offset + tensor.nbytes <= block.nbytes:
                 return SymmetricPlace(number, offset)
         return None
+
+    def has_no_tensors(self) -> Condition:
+        """Return the condition that the program has made no symmetric tensor, or has none left."""
+        return answers(self._tensors.__len__, 0)
 
     def rows_for_peers(
         self, slot: int, shape: Sequence[int], dtype: torch.dtype

@@ -73,7 +73,6 @@ class Launch:
         Raises:
             TypeError: The names of the arguments are not the names of the kernel's parameters.
         """
-        tapes.spoil("a kernel is launched as if it was new")
         recording = recordings.active()
         arguments = (
             self.arguments
@@ -92,6 +91,7 @@ class Launch:
             stream = torch._C._cuda_getCurrentRawStream(key[1])
             _enqueue(compiled, self.grid[0], stream, values, constants)
             return
+        tapes.spoil("a kernel is launched for the first time")
         try:
             with _shortcuts(), kernel_folder.ours():
                 compiled = self.kernel[self.grid](*values, **self.constants, **COMPILED_WITH)

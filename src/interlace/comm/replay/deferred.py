@@ -63,7 +63,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> tor
     ):
         return torch.empty(shape, dtype=dtype, device=device)
     shape = tuple(shape)
-    new: torch.Tensor = _empty_on_current_gpu(shape, _strides(shape), dtype)
+    new: torch.Tensor = step(_empty_on_current_gpu, shape, _strides(shape), dtype)
     return new
 
 

@@ -22,25 +22,33 @@ typedef int (*of_tensor_32)(void *, int32_t *);
 typedef int (*of_tensor_64)(void *, int64_t *);
 typedef int (*of_tensor_pointer)(void *, void **);
 
-static PyTypeObject *tensor_type, *parameter_type, *dtype_type;
+static PyTypeObject *tensor_type, *parameter_type, *dtype_type, *group_type;
 static PyObject *as_plain; /* the context in which parameters of subclasses are plain tensors */
-static PyObject *enter_name, *exit_name, *value_name;
+static PyObject *strided;  /* the layout of tensors with strides */
+static PyObject *enter_name, *exit_name, *value_name, *layout_name, *is_neg_name;
 static Py_ssize_t tensor_offset;
 static of_tensor_64 get_dim;
 static of_tensor_pointer get_sizes, get_strides, get_data_ptr;
 static of_tensor_32 get_dtype, get_device_type, get_device_index;
 
 static PyObject *init(PyObject *module, PyObject *args) {
-  PyObject *tensor, *parameter, *dtype, *plain;
+  PyObject *tensor, *parameter, *dtype, *group, *layout, *plain;
   unsigned long long at[7];
-  if (!PyArg_ParseTuple(args, "OOOOnKKKKKKK", &tensor, &parameter, &dtype, &plain, &tensor_offset,
-                        &at[0], &at[1], &at[2], &at[3], &at[4], &at[5], &at[6]))
+  if (!PyArg_ParseTuple(args, "OOOOOOnKKKKKKK", &tensor, &parameter, &dtype, &group, &layout,
+                        &plain, &tensor_offset, &at[0], &at[1], &at[2], &at[3], &at[4], &at[5],
+                        &at[6]))
     return NULL;
   enter_name = PyUnicode_InternFromString("__enter__");
   exit_name = PyUnicode_InternFromString("__exit__");
   value_name = PyUnicode_InternFromString("value");
-  if (enter_name == NULL || exit_name == NULL || value_name == NULL) return NULL;
+  layout_name = PyUnicode_InternFromString("layout");
+  is_neg_name = PyUnicode_InternFromString("is_neg");
+  if (enter_name == NULL || exit_name == NULL || value_name == NULL || layout_name == NULL ||
+      is_neg_name == NULL)
+    return NULL;
   as_plain = Py_NewRef(plain);
+  strided = Py_NewRef(layout);
+  group_type = (PyTypeObject *)Py_NewRef(group);
   tensor_type = (PyTypeObject *)Py_NewRef(tensor);
   parameter_type = (PyTypeObject *)Py_NewRef(parameter);
   dtype_type = (PyTypeObject *)Py_NewRef(dtype);
@@ -83,12 +91,31 @@ static int put_tensor(Key *key, PyObject *value) {
          put(key, 'd', strides, dims * sizeof(int64_t));
 }
 
+/* Return whether a tensor of no subclass is what it says in memory: it has strides, and nothing is
+   left to negate. */
+static int is_as_it_lies(PyObject *value) {
+  PyObject *found = PyObject_GetAttr(value, layout_name);
+  int is_strided = found == strided;
+  Py_XDECREF(found);
+  found = is_strided ? PyObject_CallMethodNoArgs(value, is_neg_name) : NULL;
+  int is_plain = found == Py_False;
+  Py_XDECREF(found);
+  PyErr_Clear();
+  return is_plain;
+}
+
 /* Put an argument behind a key; return 0 where what it says is not known. Constants, and dtypes,
-   are one object each as long as the process runs. */
-static int put_argument(Key *key, PyObject *value) {
+   are one object each as long as the process runs; a process group is that of its address as long
+   as its name is its, which tapes ask.
+
+   With is_public arguments are what users give, who may give anything. */
+static int put_argument(Key *key, PyObject *value, int is_public) {
   PyTypeObject *type = Py_TYPE(value);
-  if (type == tensor_type || PyType_IsSubtype(type, parameter_type)) return put_tensor(key, value);
-  if (value == Py_None || type == &PyBool_Type || type == dtype_type)
+  if (is_public && (type == tensor_type || type == parameter_type))
+    return is_as_it_lies(value) && put_tensor(key, value);
+  if (!is_public && (type == tensor_type || PyType_IsSubtype(type, parameter_type)))
+    return put_tensor(key, value);
+  if (value == Py_None || type == &PyBool_Type || type == dtype_type || type == group_type)
     return put(key, 'o', &value, sizeof value);
   if (type == &PyUnicode_Type) {
     Py_ssize_t length;
@@ -514,6 +541,7 @@ typedef struct {
   vectorcallfunc vectorcall;
   PyObject *call, *record; /* the long way, and the same with a recording, given a key */
   PyObject *tapes; /* by key; the number of calls where there is no tape */
+  int is_public;
 } Player;
 
 static PyObject *call_recording(Player *self, PyObject *key, PyObject *const *args,
@@ -535,7 +563,7 @@ static PyObject *player_call(PyObject *object, PyObject *const *args, size_t fla
   key.length = 0;
   int is_known = names == NULL && count < MOST_SLOTS;
   for (Py_ssize_t i = 0; is_known && i < count; i++)
-    is_known = put_argument(&key, args[i]);
+    is_known = put_argument(&key, args[i], self->is_public);
   if (!is_known) return PyObject_Vectorcall(self->call, args, flags, names);
   PyObject *bytes = PyBytes_FromStringAndSize(key.bytes, key.length), *result = NULL;
   if (bytes == NULL) return NULL;
@@ -598,10 +626,10 @@ static void player_dealloc(Player *self) {
   Py_DECREF(type);
 }
 
-/* Player(call, record) */
+/* Player(call, record, is_public) */
 static int player_init(Player *self, PyObject *args, PyObject *names) {
   PyObject *call, *record;
-  if (!PyArg_ParseTuple(args, "OO", &call, &record)) return -1;
+  if (!PyArg_ParseTuple(args, "OOp", &call, &record, &self->is_public)) return -1;
   self->vectorcall = player_call;
   self->call = Py_NewRef(call);
   self->record = Py_NewRef(record);
@@ -645,7 +673,9 @@ static int clear_module(PyObject *module) {
   Py_CLEAR(tensor_type);
   Py_CLEAR(parameter_type);
   Py_CLEAR(dtype_type);
+  Py_CLEAR(group_type);
   Py_CLEAR(as_plain);
+  Py_CLEAR(strided);
   return 0;
 }
 

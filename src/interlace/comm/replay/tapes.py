@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from interlace.comm.runtime import kernel_folder
 from interlace.comm.runtime.conditions import Condition
@@ -252,12 +253,15 @@ def depend_on(conditions: Callable[[], Iterable[Condition]]) -> None:
 _asked: list[Callable[[], Iterable[Condition]]] = []
 
 
-def player(call: Callable[..., Any]) -> Callable[..., Any]:
+def player(call: Callable[..., Any], *, is_public: bool = False) -> Callable[..., Any]:
     """Return what makes calls as ``call`` does, by its tape where there is one; ``call`` itself
     where the player cannot be compiled.
 
     Args:
         call: Takes arguments by position alone.
+        is_public: Whether arguments are what users have given: then tensors of subclasses, those
+            without strides and those that PyTorch still has to negate take the long way. Else they
+            are ordinary, or parameters of subclasses.
     """
     native = _native()
     if native is None:
@@ -283,7 +287,7 @@ def player(call: Callable[..., Any]) -> Callable[..., Any]:
             first[key] = recorded
         return result
 
-    playing = native.Player(call, record)
+    playing = native.Player(call, record, is_public)
     return playing  # type: ignore[no-any-return]
 
 
@@ -330,9 +334,8 @@ def _native() -> Any:
         source = Path(__file__).with_name("player.c").read_text()
         with kernel_folder.ours():
             module = compile_module_from_src(source, "interlace_player")
-        plain = torch._C.DisableTorchFunctionSubclass
-        types = torch.Tensor, torch.nn.Parameter, torch.dtype
-        module.init(*types, plain, *_tensor_functions())
+        types = torch.Tensor, torch.nn.Parameter, torch.dtype, dist.ProcessGroup, torch.strided
+        module.init(*types, torch._C.DisableTorchFunctionSubclass, *_tensor_functions())
     except Exception as error:
         log.info("calls are made without the compiled player: %s", error)
         return None

@@ -21,6 +21,13 @@ def returns(function: Callable[..., Any], *arguments: Any) -> Condition:
     return "c", function, arguments, function(*arguments)
 
 
+def answers(function: Callable[..., Any], value: object) -> Condition:
+    """Return the condition that a function without arguments returns a value, whether it does now
+    or not.
+    """
+    return "c", function, (), value
+
+
 def has(holder: object, name: str) -> Condition:
     """Return the condition that an attribute has the value that it has now."""
     return "a", holder, name, getattr(holder, name)

@@ -293,7 +293,7 @@ def _multiply_and_sum(
     bias: torch.Tensor | None,
 ) -> None:
     y, product = memory
-    multiply_by_faster(product, RowPart(x), Weight(w, w.T), None)
+    multiply_by_faster(product, RowPart(x), Weight.of(w), None)
     enqueue(part=product, y=y, bias=bias)
 
 
@@ -305,7 +305,7 @@ def _multiply_and_push(
     bias: torch.Tensor | None,
 ) -> None:
     y, product = memory
-    multiply_by_faster(product, RowPart(x), Weight(w, w.T), bias)
+    multiply_by_faster(product, RowPart(x), Weight.of(w), bias)
     enqueue(x=product, gathered=y)
 
 

@@ -14,7 +14,7 @@ from interlace.comm import Group
 from interlace.comm.groups import copies
 from interlace.comm.groups.reservation import Reservation
 from interlace.comm.launching.kernels import Launch, describe_matrix, describe_parts
-from interlace.comm.replay.deferred import DeferredCall, New
+from interlace.comm.replay.deferred import DeferredCall, New, empty
 from interlace.comm.runtime.dlpack import bytes_at, view_as
 from interlace.comm.runtime.interpreter import require
 from interlace.gemm import fetch, launch
@@ -201,7 +201,9 @@ def run_pushed(given: GemmCall) -> DeferredCall | Pair:
     take, result = work.take, work.result
     return dataclasses.replace(
         work,
-        again=lambda: pushes[-1].again(("x", "gathered"), take, _push_and_multiply, result),
+        again=lambda: pushes[-1].again(
+            ("x", "gathered"), take, _push_and_multiply, result, reads_in_place=True
+        ),
     )
 
 
@@ -215,7 +217,9 @@ def _push_and_multiply(
     """Gather other rows like a call's, and multiply them."""
     y, gathered = memory
     enqueue(x=x, gathered=gathered)
-    multiply_by_faster(y, RowPart(gathered[:, : x.shape[1]]), Weight(w, w.T), bias)
+    inner = x.shape[1]
+    rows = gathered if gathered.shape[1] == inner else gathered[:, :inner]
+    multiply_by_faster(y, RowPart(rows), Weight.of(w), bias)
 
 
 def _begin(
@@ -329,7 +333,7 @@ def _results(operands: Operands, gather: bool) -> Callable[[torch.Tensor, torch.
         product = launch.without_padding(y, columns)
         if gather:
             return product, gathered[:, :inner].contiguous()
-        return product, gathered.new_empty([0, inner])
+        return product, empty([0, inner], gathered.dtype, gathered.device)
 
     return results
 

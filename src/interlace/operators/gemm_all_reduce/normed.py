@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -16,10 +17,12 @@ from interlace.comm.groups.process_groups import process_group_named, rank_and_s
 from interlace.comm.groups.registration import (
     OPERATOR_TAGS,
     entrance,
+    may_be_played,
     past_autograd,
     recalling_group,
     register,
 )
+from interlace.comm.replay import tapes
 from interlace.comm.runtime import ranges
 from interlace.costs.known_profiles import cached_by_profiles
 from interlace.errors import ArgumentError
@@ -337,6 +340,38 @@ def call_normed(
             number, or ``norm`` no word. PyTorch chooses what runs by the operands' devices, so this
             is refused before it is asked.
     """
+    arguments = (
+        x, w, bias, residual, norm, norm_weight, norm_bias, eps, scale, out_dtype, block_scales,
+        x_scale, w_scale, group, impl, config,
+    )  # fmt: skip
+    return _player()(*arguments) if may_be_played(x) else _call_in_full(*arguments)
+
+
+@functools.cache
+def _player() -> Callable[..., Normed]:
+    """Return :func:`_call_in_full` by its tapes."""
+    return tapes.player(_call_in_full, is_public=True)
+
+
+def _call_in_full(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    norm: Norm | None,
+    norm_weight: torch.Tensor | None,
+    norm_bias: torch.Tensor | None,
+    eps: float,
+    scale: torch.Tensor | None,
+    out_dtype: torch.dtype | None,
+    block_scales: bool,
+    x_scale: torch.Tensor | None,
+    w_scale: torch.Tensor | None,
+    group: dist.ProcessGroup | None,
+    impl: str,
+    config: Configuration | None,
+) -> Normed:
+    """Make a call of :func:`call_normed`."""
     # What the schema has no place for would be PyTorch's error.
     if not isinstance(eps, (int, float)):
         raise ArgumentError(f"{_NAME}: eps must be a number; got {eps!r}.")

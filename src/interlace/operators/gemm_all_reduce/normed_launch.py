@@ -114,7 +114,7 @@ def _norm_again(
         enqueue(x=x, w=w, **arguments)
         return
     product = memory[-1]
-    multiply_by_faster(product, RowPart(x), Weight(w, w.T), None)
+    multiply_by_faster(product, RowPart(x), Weight.of(w), None)
     enqueue(part=product, **arguments)
 
 

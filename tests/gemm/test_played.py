@@ -1,0 +1,228 @@
+"""Public calls that are played past Python do what they do by the long way. The interpreter stands
+for compiled kernels here; tests/gpu/test_tapes_gpu.py plays those of a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import interlace
+from interlace.comm import Group
+from interlace.comm.groups import registration
+from interlace.comm.groups.group import known_group
+from interlace.comm.launching import kernels
+from interlace.comm.replay import deferred, tapes
+from interlace.comm.replay.replays import Replays
+from interlace.gemm import schema
+from interlace.operators.all_gather_gemm import fused as gathering
+from interlace.operators.gemm_all_reduce import normed, normed_launch
+
+pytestmark = pytest.mark.skipif(
+    not ("CC" in os.environ or shutil.which("gcc") or shutil.which("clang")),
+    reason="no compiler for C, without which calls take the long way",
+)
+
+COLUMNS, INNER = 32, 48
+_BEFORE = 3  # calls after which there is a tape
+_TURNS = 6
+_MOST_NORMED_ROWS = 6  # with more, calls of any number of rows are alike
+
+# Function, rows of x, implementation, and what else is given.
+_KINDS: dict[str, tuple[str, int, str, set[str]]] = {
+    "gemv": ("gemm_all_reduce", 2, "gemv", {"bias"}),
+    "few rows, norm": ("gemm_all_reduce", 4, "fused", {"residual", "norm_weight"}),
+    "pushed, norm": ("gemm_all_reduce", 4, "pushed", {"residual", "norm_weight"}),
+    "many rows, norm": ("gemm_all_reduce", 8, "pushed", {"bias", "residual", "norm_weight"}),
+    "pushed, all-reduce": ("gemm_all_reduce", 8, "pushed", {"bias"}),
+    "pushed, reduce-scatter": ("gemm_reduce_scatter", 8, "pushed", set()),
+    "pushed, all-to-all": ("gemm_all_to_all", 8, "pushed", {"bias"}),
+    "pushed, all-gather": ("all_gather_gemm", 6, "pushed", {"bias"}),
+}
+
+
+class _Listening(TorchDispatchMode):
+    """While somebody listens, nothing is played."""
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return function(*args, **(kwargs or {}))
+
+
+class _Interpreted:
+    """Stands for a kernel that Triton has compiled."""
+
+    function, packed_metadata = 5, (4, 1, 0)
+
+    def __init__(self, kernel: Any) -> None:
+        def launch(*arguments: Any) -> None:
+            kernel[arguments[:1]](*arguments[9:])
+
+        self.run = _Launcher(launch)
+
+
+class _Launcher:
+    """Stands for Triton's launcher: a function in Python that calls one in C."""
+
+    def __init__(self, launch: Callable[..., None]) -> None:
+        self.launch = launch
+
+    def __call__(self, *arguments: Any) -> None:
+        self.launch(*arguments)
+
+
+class _Compiled(dict[Any, Any]):
+    """Has compiled every launch, which is its own key here."""
+
+    def get(self, key: Any, default: object = None) -> Any:
+        kernel, _, constants = key
+        made = self.setdefault(id(kernel), _Interpreted(kernel))
+        names = [name for name in kernel.arg_names if name in constants]
+        return made, tuple(constants[name] for name in names)
+
+
+def _allocate(shape: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A new tensor as a step, as those of GPUs are."""
+    return tapes.step(torch.empty, tuple(shape), dtype=dtype, device=device)
+
+
+def _known_call(ranks: int, x: torch.Tensor, *others: Any) -> Any:
+    """The form of a call with a norm, and its addresses if it has few rows."""
+    return ("a form", x.shape, ranks), None if len(x) > _MOST_NORMED_ROWS else (x.data_ptr(),)
+
+
+@contextlib.contextmanager
+def _playing() -> Iterator[tuple[dist.ProcessGroup, Group]]:
+    """A group whose calls are found and played as those of GPUs are, but become no graphs."""
+    members = dist.new_group()
+    group = interlace.group_of(members, device="cpu")
+    group.streams._order.streams[7] = group.streams._order.executed = torch.Stream("cpu")
+
+    def recalling_group(_: object, x: torch.Tensor, *others: object) -> Group | None:
+        return known_group(members, x.device) if registration.is_unobserved() else None
+
+    def rows_on(device: torch.device) -> Callable[..., torch.Tensor]:
+        return lambda rows, columns, dtype: _allocate((rows, columns), dtype, device)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (schema, normed):
+            patch.setattr(module, "may_be_played", lambda _: registration.is_unobserved())
+            patch.setattr(module, "recalling_group", recalling_group)
+        for module in (normed, normed_launch):
+            patch.setattr(module, "MOST_NORMED_ROWS", _MOST_NORMED_ROWS)
+        patch.setattr(normed, "_known_call", _known_call)
+        patch.setattr(normed_launch, "empty_rows_on", rows_on)
+        for allocating in (deferred, gathering):
+            patch.setattr(allocating, "empty", _allocate)
+        patch.setattr(kernels, "_compiled", _Compiled())
+        patch.setattr(kernels, "_key", lambda launch, _: (launch.kernel, 0, launch.constants))
+        patch.setattr(torch.cuda, "current_device", lambda: 0)
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        for name, answer in {
+            "_cuda_getDevice": lambda: None,
+            "_cuda_getCurrentRawStream": lambda _: 7,
+            "_cuda_isCurrentStreamCapturing": lambda: False,
+        }.items():
+            patch.setattr(torch._C, name, answer, raising=False)
+        patch.setattr(group.replays, "is_enabled", True)
+        patch.setattr(group.streams, "continues", lambda: True)
+        patch.setattr(Replays, "_run", lambda _, key, enqueue: enqueue() or True)
+        yield members, group
+    schema._player.cache_clear()
+    normed._player.cache_clear()
+
+
+def _operands(name: str, seed: int) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
+    """Whole numbers, whose sums have the same bits in any order: NumPy's order differs with where
+    memory lies.
+    """
+    _, rows, _, others = _KINDS[name]
+    of_rank = torch.Generator().manual_seed(10 * seed + dist.get_rank())
+    of_all = torch.Generator().manual_seed(10 * seed + 9)
+
+    def new(generator: torch.Generator, *shape: int) -> torch.Tensor:
+        return torch.randint(-4, 5, shape, generator=generator).float()
+
+    shapes = {"bias": (COLUMNS,), "residual": (rows, COLUMNS), "norm_weight": (COLUMNS,)}
+    given = {other: new(of_all, *shape) for other, shape in shapes.items() if other in others}
+    return (new(of_rank, rows, INNER), new(of_rank, COLUMNS, INNER)), given
+
+
+def _played(name: str) -> tuple[list[bool], list[bool]]:
+    """Whether calls with other operands each time were played, and whether each result was that of
+    an equal call which was not.
+    """
+    function, _, impl, _ = _KINDS[name]
+    is_played, is_equal = [], []
+    with _playing() as (members, group), torch.no_grad():
+        call = functools.partial(getattr(interlace, function), impl=impl, group=members)
+        module = normed if "norm" in name else schema
+        way = "_call_in_full" if "norm" in name else "_plain"
+        long_ways: list[str] = []
+        in_full = getattr(module, way)
+
+        def counted(*arguments: Any) -> Any:
+            long_ways.append(name)
+            return in_full(*arguments)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module, way, counted)
+            for turn in range(_TURNS):
+                tensors, named = _operands(name, turn)
+                before = len(long_ways)
+                found = call(*tensors, **named)
+                is_played.append(len(long_ways) == before)
+                with _Listening():
+                    wanted = call(*tensors, **named)
+                pairs = zip(found, wanted, strict=True) if "norm" in name else [(found, wanted)]
+                is_equal.append(all(torch.equal(one, other) for one, other in pairs))
+        group.check()
+    return is_played, is_equal
+
+
+@pytest.mark.parametrize("name", _KINDS)
+def test_calls_are_played_to_the_same_bits(ranks: Any, name: str) -> None:
+    for is_played, is_equal in ranks(2).run(_played, name):
+        assert is_equal == _TURNS * [True]
+        assert is_played == _BEFORE * [False] + (_TURNS - _BEFORE) * [True]
+
+
+def _on_one_rank_alone(name: str) -> list[bool]:
+    """Whether results are right where one rank plays what its peer makes by the long way, before
+    and behind a call for which the memory of words grows.
+    """
+    function, _, impl, _ = _KINDS[name]
+    is_equal = []
+    with _playing() as (members, group), torch.no_grad():
+        call = functools.partial(getattr(interlace, function), impl=impl, group=members)
+
+        def turns(count: int) -> None:
+            for turn in range(count):
+                (x, w), named = _operands(name, turn)
+                wanted = getattr(interlace, function)(x, w, **named, impl="unfused", group=members)
+                listens = turn >= _BEFORE and turn % 2 == dist.get_rank()
+                with _Listening() if listens else contextlib.nullcontext():
+                    is_equal.append(torch.equal(call(x, w, **named), wanted))
+
+        turns(_BEFORE + 4)
+        (x, w), named = _operands(name, 0)
+        call(x.repeat(16, 1), w, **named)
+        turns(_BEFORE + 4)
+        group.check()
+    return is_equal
+
+
+@pytest.mark.parametrize("name", ["gemv", "pushed, all-reduce", "pushed, all-gather"])
+def test_ranks_need_not_play_alike(ranks: Any, name: str) -> None:
+    for is_equal in ranks(2).run(_on_one_rank_alone, name):
+        assert is_equal == 2 * (_BEFORE + 4) * [True]

@@ -696,8 +696,8 @@ MUTANTS = [
     ),
     Mutant(
         "interlace/comm/replay/player.c",
-        "    return is_as_it_lies(value) && put_tensor(key, value);",
-        "    return put_tensor(key, value);",
+        "wants_gradient != NULL && is_as_it_lies(value) && put_tensor(key, value) &&",
+        "wants_gradient != NULL && put_tensor(key, value) &&",
         "comm/test_tapes.py::test_what_users_give_is_played_where_it_is_as_it_lies",
     ),
     Mutant(
@@ -705,6 +705,18 @@ MUTANTS = [
         "type == dtype_type || type == group_type)",
         "type == dtype_type)",
         "comm/test_tapes.py::test_groups_are_told_apart",
+    ),
+    Mutant(
+        "interlace/comm/replay/player.c",
+        "               put(key, 'g', &wants_gradient, sizeof wants_gradient);",
+        "               1;",
+        "gemm/test_played.py::test_gradients_are_not_lost",
+    ),
+    Mutant(
+        "interlace/comm/groups/registration.py",
+        """        tapes.spoil("a gradient is recorded")\n""",
+        "",
+        "gemm/test_played.py::test_gradients_are_not_lost",
     ),
     Mutant(
         "interlace/comm/launching/kernels.py",

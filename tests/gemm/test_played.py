@@ -34,7 +34,7 @@ pytestmark = pytest.mark.skipif(
 
 COLUMNS, INNER = 32, 48
 _BEFORE = 3  # calls after which there is a tape
-_TURNS = 6
+_TURNS = 5
 _MOST_NORMED_ROWS = 6  # with more, calls of any number of rows are alike
 
 # Function, rows of x, implementation, and what else is given.
@@ -108,8 +108,10 @@ def _playing() -> Iterator[tuple[dist.ProcessGroup, Group]]:
     group = interlace.group_of(members, device="cpu")
     group.streams._order.streams[7] = group.streams._order.executed = torch.Stream("cpu")
 
-    def recalling_group(_: object, x: torch.Tensor, *others: object) -> Group | None:
-        return known_group(members, x.device) if registration.is_unobserved() else None
+    def recalling_group(_: object, *operands: torch.Tensor | None) -> Group | None:
+        wants_gradient = torch.is_grad_enabled() and torch._C._any_requires_grad(*operands)
+        is_long_way = wants_gradient or not registration.is_unobserved()
+        return None if is_long_way else known_group(members, group.device)
 
     def rows_on(device: torch.device) -> Callable[..., torch.Tensor]:
         return lambda rows, columns, dtype: _allocate((rows, columns), dtype, device)
@@ -226,3 +228,46 @@ def _on_one_rank_alone(name: str) -> list[bool]:
 def test_ranks_need_not_play_alike(ranks: Any, name: str) -> None:
     for is_equal in ranks(2).run(_on_one_rank_alone, name):
         assert is_equal == 2 * (_BEFORE + 4) * [True]
+
+
+def _with_gradients() -> tuple[list[bool], list[bool]]:
+    """Whether calls with gradients switched on were played, and whether each has the result and the
+    gradients that it must have.
+    """
+    is_played, is_right = [], []
+    long_ways: list[bool] = []
+    plain = schema._plain
+
+    def counted(*arguments: Any) -> Any:
+        long_ways.append(True)
+        return plain(*arguments)
+
+    with _playing() as (members, group), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(schema, "_plain", counted)
+        # First without, then by turns with operands that want a gradient.
+        for turn in range(3 * _TURNS):
+            wants = turn >= _TURNS and turn % 2 == 0
+            (x, w), _ = _operands("gemv", turn)
+            operands = [tensor.requires_grad_(wants) for tensor in (x, w)]
+            before = len(long_ways)
+            y = interlace.gemm_all_reduce(*operands, impl="gemv", group=members)
+            is_played.append(len(long_ways) == before)
+            total = x.detach() @ w.detach().T
+            dist.all_reduce(total, group=members)
+            right = torch.equal(y, total) and y.requires_grad is wants
+            if wants and right:
+                y.backward(torch.ones_like(y))
+                ones = torch.ones_like(total)
+                right = torch.equal(x.grad, ones @ w.detach())
+                right &= torch.equal(w.grad, ones.T @ x.detach())
+            is_right.append(right)
+        group.check()
+    return is_played, is_right
+
+
+def test_gradients_are_not_lost(ranks: Any) -> None:
+    for is_played, is_right in ranks(2).run(_with_gradients):
+        assert is_right == 3 * _TURNS * [True]
+        plain = [played for turn, played in enumerate(is_played) if turn < _TURNS or turn % 2]
+        assert plain == _BEFORE * [False] + (len(plain) - _BEFORE) * [True]
+        assert sum(is_played) == plain.count(True)

@@ -217,12 +217,15 @@ def _played_in_programs() -> tuple[list[str], dict[str, int]]:
     with torch.inference_mode():
         for number in range(_TURNS):
             functions["in inference mode"] = turn("a row", number)
-    tensors, named = operands("a row", 3)
-    tensors[1].requires_grad_()
-    y = interlace.gemm_all_reduce(*tensors, **named)
-    y.sum().backward()
-    if tensors[1].grad is None:
-        wrong.append("a gradient")
+    # With gradients switched on, of operands that want none and of others, by turns.
+    for number in range(2 * _TURNS):
+        functions["without gradients, switched on"] = turn("a row", number)
+        tensors, named = operands("a row", number)
+        tensors[1].requires_grad_()
+        y = interlace.gemm_all_reduce(*tensors, **named, impl="gemv")
+        y.sum().backward()
+        if tensors[1].grad is None:
+            wrong.append("a gradient")
     group.synchronize()
     return wrong, functions
 

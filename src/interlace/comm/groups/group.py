@@ -273,7 +273,9 @@ class Group:
                 memory, of which an address says nothing to a tape.
         """
         recorder = tapes.recorder()
-        if recorder is None or not self.replays.is_enabled or torch.is_grad_enabled():
+        if recorder is None or not self.replays.is_enabled:
+            return
+        if torch.is_grad_enabled() and not recorder.knows_gradients:
             return
         reference = weakref.ref(self.health)
 

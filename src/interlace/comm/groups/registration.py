@@ -374,6 +374,7 @@ def _recorder(
     Recorded.__name__ = Recorded.__qualname__ = f"Recorded_{operator._opname}"
 
     def record(run: Callable[..., Any], *args: Any) -> Any:
+        tapes.spoil("a gradient is recorded")
         lengths = [len(args[index]) for index in lists]
         return Recorded.apply(run, lengths, *_flat(args, lists, lengths))  # type: ignore[no-untyped-call]
 

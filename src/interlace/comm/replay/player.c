@@ -25,7 +25,7 @@ typedef int (*of_tensor_pointer)(void *, void **);
 static PyTypeObject *tensor_type, *parameter_type, *dtype_type, *group_type;
 static PyObject *as_plain; /* the context in which parameters of subclasses are plain tensors */
 static PyObject *strided;  /* the layout of tensors with strides */
-static PyObject *enter_name, *exit_name, *value_name, *layout_name, *is_neg_name;
+static PyObject *enter_name, *exit_name, *value_name, *layout_name, *is_neg_name, *gradient_name;
 static Py_ssize_t tensor_offset;
 static of_tensor_64 get_dim;
 static of_tensor_pointer get_sizes, get_strides, get_data_ptr;
@@ -43,8 +43,9 @@ static PyObject *init(PyObject *module, PyObject *args) {
   value_name = PyUnicode_InternFromString("value");
   layout_name = PyUnicode_InternFromString("layout");
   is_neg_name = PyUnicode_InternFromString("is_neg");
+  gradient_name = PyUnicode_InternFromString("requires_grad");
   if (enter_name == NULL || exit_name == NULL || value_name == NULL || layout_name == NULL ||
-      is_neg_name == NULL)
+      is_neg_name == NULL || gradient_name == NULL)
     return NULL;
   as_plain = Py_NewRef(plain);
   strided = Py_NewRef(layout);
@@ -104,6 +105,16 @@ static int is_as_it_lies(PyObject *value) {
   return is_plain;
 }
 
+/* Put a tensor of a user behind a key, and whether it requires a gradient. */
+static int put_users_tensor(Key *key, PyObject *value) {
+  PyObject *wants_gradient = PyObject_GetAttr(value, gradient_name);
+  int is_put = wants_gradient != NULL && is_as_it_lies(value) && put_tensor(key, value) &&
+               put(key, 'g', &wants_gradient, sizeof wants_gradient);
+  Py_XDECREF(wants_gradient); /* True or False, which stay */
+  PyErr_Clear();
+  return is_put;
+}
+
 /* Put an argument behind a key; return 0 where what it says is not known. Constants, and dtypes,
    are one object each as long as the process runs; a process group is that of its address as long
    as its name is its, which tapes ask.
@@ -112,7 +123,7 @@ static int is_as_it_lies(PyObject *value) {
 static int put_argument(Key *key, PyObject *value, int is_public) {
   PyTypeObject *type = Py_TYPE(value);
   if (is_public && (type == tensor_type || type == parameter_type))
-    return is_as_it_lies(value) && put_tensor(key, value);
+    return put_users_tensor(key, value);
   if (!is_public && (type == tensor_type || PyType_IsSubtype(type, parameter_type)))
     return put_tensor(key, value);
   if (value == Py_None || type == &PyBool_Type || type == dtype_type || type == group_type)

@@ -92,8 +92,14 @@ def _are_alike(one: Any, other: Any) -> bool:
 class CallRecorder:
     """Note what one call does."""
 
-    def __init__(self, args: tuple[Any, ...]) -> None:
-        """Begin with the arguments of a call."""
+    def __init__(self, args: tuple[Any, ...], *, knows_gradients: bool = False) -> None:
+        """Begin with the arguments of a call.
+
+        Args:
+            knows_gradients: Whether which of them require a gradient is part of what the call is
+                known by.
+        """
+        self.knows_gradients = knows_gradients
         self._steps: list[tuple[Any, Expression, tuple[str, ...] | None, int, bool]] = []
         self._slots: dict[int, int] = {}
         self._lasting: set[int] = set()
@@ -260,8 +266,9 @@ def player(call: Callable[..., Any], *, is_public: bool = False) -> Callable[...
     Args:
         call: Takes arguments by position alone.
         is_public: Whether arguments are what users have given: then tensors of subclasses, those
-            without strides and those that PyTorch still has to negate take the long way. Else they
-            are ordinary, or parameters of subclasses.
+            without strides and those that PyTorch still has to negate take the long way, and those
+            that require a gradient are others than those that do not. Else they are ordinary, or
+            parameters of subclasses.
     """
     native = _native()
     if native is None:
@@ -269,7 +276,7 @@ def player(call: Callable[..., Any], *, is_public: bool = False) -> Callable[...
     first: dict[bytes, RecordedCall] = {}
 
     def record(key: bytes, *args: Any) -> Any:
-        made = _thread.recorder = CallRecorder(args)
+        made = _thread.recorder = CallRecorder(args, knows_gradients=is_public)
         settings = tuple(condition for conditions in _asked for condition in conditions())
         try:
             result = call(*args)

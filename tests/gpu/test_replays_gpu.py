@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -14,7 +16,8 @@ import torch.distributed as dist
 import interlace
 import interlace.operators  # registers torch.ops.interlace
 import interlace.optim
-from interlace.gemm import dispatch
+from interlace.gemm import dispatch, schema
+from interlace.operators.gemm_all_reduce import normed
 from tests.entered import entered
 
 pytestmark = pytest.mark.gpu
@@ -22,6 +25,17 @@ pytestmark = pytest.mark.gpu
 ROWS, COLUMNS, INNER = 512, 1024, 1024
 
 
+@contextlib.contextmanager
+def _not_played() -> Iterator[None]:
+    """Let calls of single kernels, too, be found by their form and become graphs."""
+    with (
+        mock.patch.object(schema, "may_be_played", return_value=False),
+        mock.patch.object(normed, "may_be_played", return_value=False),
+    ):
+        yield
+
+
+@_not_played()
 def _calls(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor) -> list[torch.Tensor]:
     """Operators that enqueue several things: products in parts, gathers, outputs that are kept; and
     single kernels.
@@ -467,9 +481,21 @@ def test_a_pair_that_comes_again_costs_the_host_little(ranks: Any, world_size: i
         assert max(counts.values()) <= _MOST_FUNCTIONS, counts
 
 
-def _changes() -> list[str]:
-    """What is wrong where a program changes how the same call is to run."""
-    group, wrong = _fresh_group(), []
+def _changes(as_what: str) -> list[str]:
+    """What is wrong where a program changes how the same call is to run, which is a graph, or is
+    played.
+    """
+    is_graph = as_what == "graphs"
+    with _not_played() if is_graph else contextlib.nullcontext():
+        wrong = _found_in_changes()
+        if is_graph and not len(interlace.group_of().replays):
+            wrong.append("no graph")
+    return wrong
+
+
+def _found_in_changes() -> list[str]:
+    """What is wrong in one series of such calls."""
+    _, wrong = _fresh_group(), []
     x, w, _ = _operands(6)
     few = x[:4]
 
@@ -508,12 +534,14 @@ def _changes() -> list[str]:
     if y.requires_grad:
         wrong.append("gradient within no_grad")
     interlace.synchronize()
-    assert len(group.replays)
     return wrong
 
 
-def test_a_call_that_is_to_run_in_another_way_is_not_recalled(ranks: Any, world_size: int) -> None:
-    for wrong in ranks(world_size).run(_changes):
+@pytest.mark.parametrize("as_what", ["graphs", "tapes"])
+def test_a_call_that_is_to_run_in_another_way_is_not_recalled(
+    ranks: Any, world_size: int, as_what: str
+) -> None:
+    for wrong in ranks(world_size).run(_changes, as_what):
         assert wrong == []
 
 

@@ -332,7 +332,7 @@ def _results(operands: Operands, gather: bool) -> Callable[[torch.Tensor, torch.
     def results(y: torch.Tensor, gathered: torch.Tensor) -> Pair:
         product = launch.without_padding(y, columns)
         if gather:
-            return product, gathered[:, :inner].contiguous()
+            return product, launch.without_padding(gathered, inner)
         return product, empty([0, inner], gathered.dtype, gathered.device)
 
     return results

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import os
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -110,6 +112,55 @@ def test_the_steps_of_a_worker_are_timed(script: Any) -> None:
         runner.execute_model("step", "tokens")
     assert engine.host_ms(worker) >= 20
     assert engine.host_ms(worker) == 0
+
+
+@pytest.mark.parametrize(
+    ("gpus", "stages", "ranks", "share"),
+    [(2, 1, 2, 1.0), (4, 2, 2, 1.0), (1, 1, 2, 0.5), (1, 2, 2, 0.25), (2, 2, 2, 0.5)],
+)
+def test_engines_on_fewer_gpus_than_ranks(
+    script: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, gpus: int, stages: int,
+    ranks: int, share: float,
+) -> None:  # fmt: skip
+    engine = script("vllm_engine")
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=dict))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(engine, "save_config", lambda folder, *_: folder)
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+    monkeypatch.setenv("VLLM_ALLREDUCE_USE_SYMM_MEM", "1")
+    options = {"pipeline_parallel_size": stages} if stages > 1 else {}
+    _, made = engine.make_engine("qwen3-8b", 4, gpu_memory_utilization=0.4, **options)
+    assert made["tensor_parallel_size"] == ranks
+    assert made["gpu_memory_utilization"] == pytest.approx(0.4 * share)
+    is_shared = share < 1
+    assert (made.get("worker_extension_cls") == "shared_gpu.SharedGPU") is is_shared
+    assert made.get("disable_custom_all_reduce", False) is is_shared
+    assert (os.environ["VLLM_ALLREDUCE_USE_SYMM_MEM"] == "0") is is_shared
+
+
+def test_workers_share_a_gpu(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Worker:
+        def __init__(self, local_rank: int) -> None:
+            self.local_rank = local_rank
+
+        def init_device(self) -> None:
+            devices.append(self.local_rank)
+
+    devices: list[int] = []
+    module: Any = SimpleNamespace(Worker=Worker)
+    for name in ("vllm", "vllm.v1", "vllm.v1.worker", "vllm.v1.worker.gpu_worker"):
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delitem(sys.modules, "shared_gpu", raising=False)
+    for variable in ("NCCL_HOSTID", "INTERLACE_NODES", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(variable, "as it was")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    script("shared_gpu")
+    for local_rank in range(4):
+        Worker(local_rank).init_device()
+    assert devices == [0, 1, 0, 1]
+    assert os.environ["NCCL_HOSTID"] == str(os.getpid())
+    assert os.environ["INTERLACE_NODES"] == "1"
+    assert os.environ["NCCL_SOCKET_IFNAME"] == "as it was"
 
 
 def test_tokens_follow_from_one_another(script: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -211,6 +212,7 @@ def _played_in_programs() -> tuple[list[str], dict[str, int]]:
         for number in range(3):
             turn("pushed, all-gather", number)
         del kept
+        gc.collect()
         for name in _IN_PROGRAMS:
             for number in range(_TURNS):
                 functions[f"{name}, at last"] = turn(name, number)

@@ -21,7 +21,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.autograd import forward_ad
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import interlace
 import interlace.operators  # what calls of operators depend on
@@ -31,19 +30,13 @@ from interlace.comm.replay.memory import releases
 from interlace.comm.runtime import context as ctx
 from interlace.comm.runtime.conditions import by_id, has, is_in_environment, returns
 from interlace.comm.runtime.streams import launches
+from tests.entered import Listening
 
 pytestmark = pytest.mark.skipif(
     not ("CC" in os.environ or shutil.which("gcc") or shutil.which("clang")),
     reason="no compiler for C, without which calls take the long way",
 )
 _BEFORE = 3  # calls after which there is a tape
-
-
-class _Mode(TorchDispatchMode):
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        return function(*args, **(kwargs or {}))
 
 
 class _Holder:
@@ -647,7 +640,7 @@ def _played_where_it_may_be() -> dict[str, bool]:
                 "captured": on_gpu("capturing", True),
                 "recorded": recording.recording(group.health),
                 "listened to": torch.profiler.profile(),
-                "in a mode": _Mode(),
+                "in a mode": Listening(),
                 "in forward mode": forward_ad.dual_level(),
                 "batch-invariant": interlace.batch_invariant(),
                 "measured": interlace.autotune(),

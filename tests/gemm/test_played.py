@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import interlace
 from interlace.comm import Group
@@ -26,6 +25,7 @@ from interlace.comm.replay.replays import Replays
 from interlace.gemm import schema
 from interlace.operators.all_gather_gemm import fused as gathering
 from interlace.operators.gemm_all_reduce import normed, normed_launch
+from tests.entered import Listening
 
 pytestmark = pytest.mark.skipif(
     not ("CC" in os.environ or shutil.which("gcc") or shutil.which("clang")),
@@ -48,15 +48,6 @@ _KINDS: dict[str, tuple[str, int, str, set[str]]] = {
     "pushed, all-to-all": ("gemm_all_to_all", 8, "pushed", {"bias"}),
     "pushed, all-gather": ("all_gather_gemm", 6, "pushed", {"bias"}),
 }
-
-
-class _Listening(TorchDispatchMode):
-    """While somebody listens, nothing is played."""
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        return function(*args, **(kwargs or {}))
 
 
 class _Interpreted:
@@ -184,7 +175,7 @@ def _played(name: str) -> tuple[list[bool], list[bool]]:
                 before = len(long_ways)
                 found = call(*tensors, **named)
                 is_played.append(len(long_ways) == before)
-                with _Listening():
+                with Listening():
                     wanted = call(*tensors, **named)
                 pairs = zip(found, wanted, strict=True) if "norm" in name else [(found, wanted)]
                 is_equal.append(all(torch.equal(one, other) for one, other in pairs))
@@ -213,7 +204,7 @@ def _on_one_rank_alone(name: str) -> list[bool]:
                 (x, w), named = _operands(name, turn)
                 wanted = getattr(interlace, function)(x, w, **named, impl="unfused", group=members)
                 listens = turn >= _BEFORE and turn % 2 == dist.get_rank()
-                with _Listening() if listens else contextlib.nullcontext():
+                with Listening() if listens else contextlib.nullcontext():
                     is_equal.append(torch.equal(call(x, w, **named), wanted))
 
         turns(_BEFORE + 4)

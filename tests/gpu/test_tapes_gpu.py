@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import interlace
 import interlace.operators  # registers torch.ops.interlace
-from tests.entered import entered
+from tests.entered import Listening, entered
 
 pytestmark = pytest.mark.gpu
 
@@ -146,15 +145,6 @@ _IN_PROGRAMS: dict[str, tuple[str, int, str, set[str]]] = {
 }
 
 
-class _Listening(TorchDispatchMode):
-    """While somebody listens, nothing is played."""
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        return function(*args, **(kwargs or {}))
-
-
 def _played_in_programs() -> tuple[list[str], dict[str, int]]:
     """As :func:`_played`, of public functions without gradients."""
     wrong, functions = [], {}
@@ -179,7 +169,7 @@ def _played_in_programs() -> tuple[list[str], dict[str, int]]:
         function, _, impl, _ = _IN_PROGRAMS[name]
         tensors, named = operands(name, number)
         call = getattr(interlace, function)
-        with _Listening():
+        with Listening():
             wanted = call(*tensors, **named, impl=impl, **more)
         if (number + dist.get_rank()) % 3 == 0:
             torch.cuda._sleep(500_000)

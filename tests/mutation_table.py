@@ -630,6 +630,18 @@ MUTANTS = [
     ),
     Mutant(
         "interlace/comm/replay/replays.py",
+        "if tapes.recorder() is not None:",
+        "if False:",
+        "comm/test_recall.py::test_a_call_that_is_recorded_is_no_graph",
+    ),
+    Mutant(
+        "interlace/comm/groups/group.py",
+        "if work is None or tapes.recorder() is not None:",
+        "if work is None:",
+        "comm/test_recall.py::test_a_call_that_is_recorded_is_no_graph",
+    ),
+    Mutant(
+        "interlace/comm/replay/replays.py",
         "since < _TRIES",
         "since < 4",
         "comm/test_recall.py::test_what_never_becomes_a_graph_is_seldom_tried_again",

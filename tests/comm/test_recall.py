@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from interlace.comm.groups.group import Group
-from interlace.comm.replay import replays
+from interlace.comm.replay import replays, tapes
 from interlace.comm.replay.deferred import DeferredCall, New
 from interlace.comm.replay.memory import releases
 from interlace.comm.runtime import context as ctx
@@ -229,6 +229,23 @@ def test_what_never_becomes_a_graph_is_seldom_tried_again(group: Group) -> None:
     assert tried == [*range(8, 24), *range(32, 40)]
     assert not any(group.replays.comes_again("a") for _ in range(24))
     assert group.replays.comes_again("a")
+
+
+def test_a_call_that_is_recorded_is_no_graph(
+    group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a call would never be played that was a graph before it was recorded."""
+    double, x = _Doubling(group), torch.ones(4)
+    for _ in range(4):
+        double(x)
+    assert not any(group.replays.comes_again("another") for _ in range(7))
+    recorder = tapes.CallRecorder((x,))
+    with monkeypatch.context() as patch:
+        patch.setattr(tapes._thread, "recorder", recorder)
+        assert group.recall(x.data_ptr()) is None
+        assert not group.replays.comes_again("another")
+    assert group.recall(x.data_ptr()) is not None
+    assert group.replays.comes_again("another")
 
 
 def test_a_broken_group_is_found_out(group: Group) -> None:

@@ -219,6 +219,8 @@ def _returned(turns: int) -> tuple[list[int], int]:
 
 _MOST_FUNCTIONS = 90
 """Functions of Python that a call which comes again may enter; without recalling it are 200."""
+_SETTLED = 20
+"""Calls after which no more is a graph for the first time, and none is recorded for a while."""
 
 
 def _host(impls: dict[str, tuple[str, ...]]) -> dict[str, int]:
@@ -236,7 +238,7 @@ def _host(impls: dict[str, tuple[str, ...]]) -> dict[str, int]:
             def call(name: str = name, impl: str = impl, given: Any = (rows, *given[1:])) -> Any:
                 return getattr(interlace, name)(*given, impl=impl)
 
-            for _ in range(16):  # mapped outputs have two places and two turns
+            for _ in range(_SETTLED):
                 found = call()
             found, files = entered(call)
             counts[f"{name} {impl}"] = len(files)
@@ -251,7 +253,7 @@ def _host(impls: dict[str, tuple[str, ...]]) -> dict[str, int]:
         def call_normed(given: Any = given, norm: Any = norm, residual: Any = residual) -> Any:
             return interlace.gemm_all_reduce(*given, norm_weight=norm, residual=residual)
 
-        for _ in range(16):
+        for _ in range(_SETTLED):
             call_normed()
         found, files = entered(call_normed)
         counts[f"norm, {tokens} tokens"] = len(files)
@@ -464,8 +466,10 @@ def _pairs() -> dict[str, int]:
     for name in ("gemm_all_reduce", "gemm_reduce_scatter", "all_gather_gemm", "gemm_all_to_all"):
         operand = mine if name == "all_gather_gemm" else x
         operator = getattr(interlace, name)
-        wanted = operator(operand, w, impl="nccl").clone()
-        found, files = entered(functools.partial(operator, operand, w, impl="nccl"))
+        call = functools.partial(operator, operand, w, impl="nccl")
+        for _ in range(_SETTLED):
+            wanted = call()
+        found, files = entered(call)
         ours = [file for file in files if "interlace" in file]
         counts[name if torch.equal(found, wanted) else f"{name}, wrong"] = len(ours)
         with torch.enable_grad():

@@ -213,7 +213,8 @@ class Group:
 
     def recall(self, operands: Hashable) -> Any:
         """Run a call that has come before with these operands; return its result, or None if there
-        is no graph with the memory that the call gets, or something is to be done before it.
+        is no graph with the memory that the call gets, or something is to be done before it. A call
+        that is being recorded is no graph, since its steps are cheaper for the host to play.
 
         It does what :meth:`perform` does, at the least cost to the host.
 
@@ -221,7 +222,9 @@ class Group:
             operands: By what the call was remembered.
         """
         work = self.replays.remembered(operands)
-        if work is None or self.health.broken or not self.may_recall():
+        if work is None or tapes.recorder() is not None:
+            return None
+        if self.health.broken or not self.may_recall():
             return None
         memory = work.take(self)
         with self.launching():

@@ -269,8 +269,10 @@ class Replays:
         call's other memory is always elsewhere, no graph is ever found: so it is tried eight times,
         in which memory of four places has come twice, and again from 16, 32, 64 times on and so on.
         A result alone has two places where the program keeps the last one, and outputs that are
-        mapped have four.
+        mapped have four. A call that is being recorded is to become no graph.
         """
+        if tapes.recorder() is not None:
+            return False
         if operands is None or (len(self._graphs) >= _MAX_GRAPHS and self._runs < self._full_until):
             return False
         count = self._seen.get(operands, 0) + 1

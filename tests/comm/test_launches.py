@@ -111,8 +111,8 @@ def test_a_launch_of_what_is_compiled_is_a_step_of_a_recorded_call() -> None:
     call = recorded(7)
     assert call is not None
     (step,) = call.steps
-    function, arguments, names, slot, is_launch = step
-    assert (function, names, slot, is_launch) == (runner.launch, None, -1, True)
+    function, arguments, names, slots, kind = step
+    assert (function, names, slots, kind) == (runner.launch, None, (), "launch")
     assert arguments[2][-1] == ("constant", 7)
     assert [each[-1] for each in runner.launched] == [7]
 

@@ -60,7 +60,7 @@ class _Doubling:
         doubled = tapes.step(torch.mul, x, 2.0)
         total = doubled if y is None else tapes.step(torch.add, doubled, y, alpha=1)
         if recorder is not None:
-            recorder.note(self.launch, (total, (self.one, 3)), {}, None, is_launch=True)
+            recorder.note(self.launch, (total, (self.one, 3)), {}, None, kind="launch")
             conditions = (has(self.holder, "is_open"), *self.conditions)
             recorder.complete(self.holder, conditions, self.failures.append)
         return total, (self.one, None)
@@ -356,10 +356,20 @@ def test_what_is_not_known_has_no_tape(doubling: _Doubling) -> None:
     def listed(x: torch.Tensor) -> Any:
         return tapes.step(plus, x, [1])
 
+    def attempted_late(x: torch.Tensor) -> Any:
+        return tapes.attempt(torch.add, tapes.step(torch.add, x, 1), 1)
+
+    def twice(x: torch.Tensor) -> Any:
+        y = x + 1
+        return y, y
+
+    def pair_of_one(x: torch.Tensor) -> Any:
+        return tapes.step(twice, x)
+
     numbers: list[int] = []
     for long_way in (
         unknown_tensor, unknown_result, address, unlike, spoiled, incomplete, listed,
-        many_arguments, many_tensors,
+        many_arguments, many_tensors, attempted_late, pair_of_one,
     ):  # fmt: skip
         calls = 0
 
@@ -376,6 +386,61 @@ def test_what_is_not_known_has_no_tape(doubling: _Doubling) -> None:
         for _ in range(40):
             play(x)
         assert calls == 40, long_way.__name__
+
+
+def test_an_attempt_that_does_nothing_takes_the_long_way(doubling: _Doubling) -> None:
+    known, long_ways = [0.0], []
+
+    def try_it(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        return (x + 1, x + 2) if x[0].item() in known else None
+
+    def call(x: torch.Tensor) -> Any:
+        long_ways.append(x[0].item())
+        found = tapes.attempt(try_it, x)
+        recorder = tapes.recorder()
+        if found is None:
+            return x + 1, None
+        if recorder is not None:
+            recorder.complete(doubling.holder, (), doubling.failures.append)
+        one, two = found
+        return two, (one, None)
+
+    play, x = tapes.player(call), torch.zeros(3)
+    for _ in range(_BEFORE + 2):
+        two, (one, _) = play(x)
+        assert one.tolist() == [1] * 3
+        assert two.tolist() == [2] * 3
+    assert long_ways == _BEFORE * [0]
+    assert play(torch.ones(3))[0].tolist() == [2] * 3
+    assert long_ways == [*_BEFORE * [0], 1]
+    known.append(1)
+    assert play(torch.ones(3))[0].tolist() == [3] * 3
+    assert long_ways == [*_BEFORE * [0], 1]
+    assert doubling.failures == []
+
+
+def test_a_step_returns_as_many_tensors_as_before(doubling: _Doubling) -> None:
+    results: list[Any] = []
+
+    def step(x: torch.Tensor) -> Any:
+        return results[-1] if results else (x + 1, x + 2)
+
+    def call(x: torch.Tensor) -> Any:
+        found = tapes.step(step, x)
+        recorder = tapes.recorder()
+        if recorder is not None:
+            recorder.complete(doubling.holder, (), doubling.failures.append)
+        return found
+
+    play, x = tapes.player(call), torch.zeros(3)
+    for _ in range(_BEFORE + 1):
+        play(x)
+    for wrong in ((x,), x, (x, x, x), None):
+        results.append(wrong)
+        with pytest.raises(TypeError, match="as many tensors"):
+            play(x)
+    results.clear()
+    assert len(play(x)) == 2
 
 
 def test_one_tensor_given_twice_says_nothing_of_two(doubling: _Doubling) -> None:

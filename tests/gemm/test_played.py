@@ -20,7 +20,7 @@ from interlace.comm import Group
 from interlace.comm.groups import registration
 from interlace.comm.groups.group import known_group
 from interlace.comm.launching import kernels
-from interlace.comm.replay import deferred, tapes
+from interlace.comm.replay import deferred, replays, tapes
 from interlace.comm.replay.replays import Replays
 from interlace.gemm import schema
 from interlace.operators.all_gather_gemm import fused as gathering
@@ -35,6 +35,7 @@ pytestmark = pytest.mark.skipif(
 COLUMNS, INNER = 32, 48
 _BEFORE = 3  # calls after which there is a tape
 _TURNS = 5
+_UNTIL_GRAPHS = 20
 _MOST_NORMED_ROWS = 6  # with more, calls of any number of rows are alike
 
 # Function, rows of x, implementation, and what else is given.
@@ -80,6 +81,19 @@ class _Compiled(dict[Any, Any]):
         made = self.setdefault(id(kernel), _Interpreted(kernel))
         names = [name for name in kernel.arg_names if name in constants]
         return made, tuple(constants[name] for name in names)
+
+
+class _Graph:
+    """Stands for a CUDA graph: what was captured, done again."""
+
+    replayed = 0
+
+    def __init__(self, enqueue: Callable[[], object]) -> None:
+        self._enqueue = enqueue
+
+    def replay(self) -> None:
+        _Graph.replayed += 1
+        self._enqueue()
 
 
 def _allocate(shape: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -133,6 +147,33 @@ def _playing() -> Iterator[tuple[dist.ProcessGroup, Group]]:
         yield members, group
     schema._player.cache_clear()
     normed._player.cache_clear()
+
+
+@contextlib.contextmanager
+def _replaying() -> Iterator[tuple[dist.ProcessGroup, Group]]:
+    """As :func:`_playing`, but calls become graphs; all results of a shape have the same memory, as
+    they have by PyTorch's allocator where the program drops them.
+    """
+    memory: dict[Any, torch.Tensor] = {}
+
+    def found(*key: Any) -> torch.Tensor:
+        if key not in memory:
+            shape, dtype, device = key
+            memory[key] = torch.empty(shape, dtype=dtype, device=device)
+        return memory[key]
+
+    def allocate(shape: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return tapes.step(found, tuple(shape), dtype, device)
+
+    run = Replays._run
+    with _playing() as (members, group), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Replays, "_run", run)
+        patch.setattr(Replays, "_capture", lambda _, enqueue: _Graph(enqueue))
+        patch.setattr(replays, "allocation_of", lambda _: 0)
+        patch.setattr(torch.cuda, "synchronize", lambda _: None)
+        for allocating in (deferred, gathering):
+            patch.setattr(allocating, "empty", allocate)
+        yield members, group
 
 
 def _operands(name: str, seed: int) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
@@ -262,3 +303,71 @@ def test_gradients_are_not_lost(ranks: Any) -> None:
         plain = [played for turn, played in enumerate(is_played) if turn < _TURNS or turn % 2]
         assert plain == _BEFORE * [False] + (len(plain) - _BEFORE) * [True]
         assert sum(is_played) == plain.count(True)
+
+
+def _as_graphs(name: str, impl: str) -> tuple[list[bool], list[bool], list[bool]]:
+    """Of calls that are graphs, with other values in the same memory and at last with other memory:
+    whether they were played, whether they were replayed, and whether each result was right.
+    """
+    is_played, is_replayed, is_right = [], [], []
+    long_ways: list[str] = []
+    plain, rows = schema._plain, 6 if name == "all_gather_gemm" else 8
+
+    def counted(*arguments: Any) -> Any:
+        long_ways.append(name)
+        return plain(*arguments)
+
+    def new(seed: int) -> tuple[torch.Tensor, ...]:
+        of_rank = torch.Generator().manual_seed(10 * seed + dist.get_rank())
+        of_all = torch.Generator().manual_seed(10 * seed + 9)
+        shapes = (rows, INNER), (COLUMNS, INNER), (COLUMNS,)
+        generators = of_rank, of_rank, of_all
+        return tuple(
+            torch.randint(-4, 5, shape, generator=generator).float()
+            for shape, generator in zip(shapes, generators, strict=True)
+        )
+
+    with _replaying() as (members, group), torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(schema, "_plain", counted)
+        call = functools.partial(getattr(interlace, name), group=members)
+        places = new(0)
+        for turn in range(-_UNTIL_GRAPHS, _BEFORE + 3):
+            if turn == _BEFORE + 2:
+                places = new(0)
+            for place, value in zip(places, new(turn + _UNTIL_GRAPHS), strict=True):
+                place.copy_(value)
+            wanted = call(*places, impl="unfused").clone()
+            before, graphs_before = len(long_ways), _Graph.replayed
+            with Listening() if turn < 0 else contextlib.nullcontext():
+                found = call(*places, impl=impl)
+            if turn >= 0:
+                is_played.append(len(long_ways) == before)
+                is_replayed.append(_Graph.replayed > graphs_before)
+            is_right.append(torch.equal(found, wanted))
+        group.check()
+    return is_played, is_replayed, is_right
+
+
+@pytest.mark.parametrize(
+    ("name", "impl"),
+    [
+        ("gemm_all_reduce", "fused"),
+        ("gemm_reduce_scatter", "fused"),
+        ("gemm_all_to_all", "fused"),
+        ("all_gather_gemm", "fused"),
+        ("all_gather_gemm", "chunked"),
+    ],
+)
+def test_graphs_are_played(ranks: Any, name: str, impl: str) -> None:
+    """Until operands lie elsewhere, where there is no graph."""
+    for is_played, is_replayed, is_right in ranks(2).run(_as_graphs, name, impl):
+        assert all(is_right)
+        assert is_played == [*_BEFORE * [False], True, True, False]
+        assert is_replayed == [*(_BEFORE + 2) * [True], False]
+
+
+def test_kernels_are_played_rather_than_their_graphs(ranks: Any) -> None:
+    for is_played, is_replayed, is_right in ranks(2).run(_as_graphs, "gemm_all_reduce", "gemv"):
+        assert all(is_right)
+        assert is_played == [*_BEFORE * [False], *3 * [True]]
+        assert is_replayed == [True, *(_BEFORE + 2) * [False]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 from typing import Any
 
@@ -21,6 +22,9 @@ _MOST_FUNCTIONS = 3
 """Functions of Python that a call enters which is played, the one that calls it among them."""
 _MOST_FUNCTIONS_OF_PROGRAMS = 16
 """The same of a public function, with what finds out whether somebody listens."""
+_MOST_FUNCTIONS_OF_GRAPHS = 45
+"""The same where what is played is a graph."""
+_UNTIL_GRAPHS = 40
 
 # Rows; of 20,000 the parts do not fit one kernel behind the product, and the sum is a call of its
 # own.
@@ -222,6 +226,50 @@ def _played_in_programs() -> tuple[list[str], dict[str, int]]:
     return wrong, functions
 
 
+_AS_GRAPHS = {
+    "gemm_all_reduce": ("fused", "remote_stores", "chunked"),
+    "gemm_reduce_scatter": ("fused", "chunked"),
+    "gemm_all_to_all": ("fused", "chunked"),
+    "all_gather_gemm": ("fused", "chunked"),
+}
+
+
+def _played_as_graphs() -> tuple[list[str], dict[str, int]]:
+    """As :func:`_played_in_programs`, of calls whose operands lie where they have lain before."""
+    wrong, functions, group = [], {}, interlace.group_of()
+
+    def new(seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        of_rank = torch.Generator("cuda").manual_seed(10 * seed + dist.get_rank())
+        of_all = torch.Generator("cuda").manual_seed(10 * seed + 9)
+        shapes = (512, INNER), (COLUMNS, INNER), (COLUMNS,)
+        x, w, bias = (
+            torch.randn(*shape, generator=generator, device="cuda").bfloat16()
+            for shape, generator in zip(shapes, (of_rank, of_rank, of_all), strict=True)
+        )
+        return x, w, bias
+
+    with torch.no_grad():
+        for name, impls in _AS_GRAPHS.items():
+            for impl in impls:
+                places = new(0)
+                given = places[:2] if impl == "remote_stores" else places
+                call = functools.partial(getattr(interlace, name), *given, impl=impl)
+                for turn in range(_UNTIL_GRAPHS):
+                    for place, value in zip(places, new(turn), strict=True):
+                        place.copy_(value)
+                    with Listening():
+                        wanted = call().clone()
+                    if (turn + dist.get_rank()) % 3 == 0:
+                        torch.cuda._sleep(500_000)
+                    found, files = entered(call)
+                    if not torch.equal(found, wanted):
+                        wrong.append(f"{name}, {impl}, turn {turn}")
+                    del found, wanted
+                functions[f"{name}, {impl}"] = len(files)
+    group.synchronize()
+    return wrong, functions
+
+
 def _after_an_end() -> list[str]:
     """What happens to calls of a group that was destroyed, with a tape."""
     members, seen = dist.new_group(), []
@@ -254,6 +302,12 @@ def test_calls_of_programs_are_played_to_the_same_bits(ranks: Any, world_size: i
     for wrong, functions in ranks(world_size).run(_played_in_programs):
         assert not wrong
         assert max(functions.values()) <= _MOST_FUNCTIONS_OF_PROGRAMS, functions
+
+
+def test_graphs_are_played_to_the_same_bits(ranks: Any, world_size: int) -> None:
+    for wrong, functions in ranks(world_size).run(_played_as_graphs):
+        assert not wrong
+        assert max(functions.values()) <= _MOST_FUNCTIONS_OF_GRAPHS, functions
 
 
 def test_a_group_that_is_gone_is_refused(ranks: Any, world_size: int) -> None:

@@ -15,7 +15,7 @@ from interlace.comm import Group, group_named
 from interlace.comm.groups.symmetric_memory import SymmetricPlace
 from interlace.comm.host.agreement import Family
 from interlace.comm.host.identity import profile_digest
-from interlace.comm.replay.deferred import DeferredCall, PerformedCall
+from interlace.comm.replay.deferred import DeferredCall, PerformedCall, addresses
 from interlace.comm.replay.replays import AgainCall, places
 from interlace.comm.runtime import ranges
 from interlace.comm.runtime.driver import is_out_of_memory
@@ -124,18 +124,17 @@ def known_call(
     Scales of rows have the same form as vectors, as rows and as columns.
     """
     scales: tuple[Hashable, ...] = ()
-    scale_addresses: tuple[int, ...] = ()
+    at = x_address, w_address, bias_address, *scale_addresses = addresses(
+        x, w, bias, x_scale, w_scale
+    )
     if x_scale is not None and w_scale is not None:
         strides = x_scale.stride() if has_wide_rows(x_scale) else None
-        scale_addresses = x_scale.data_ptr(), w_scale.data_ptr()
         scales = (
             x_scale.numel(), strides, x_scale.dtype, w_scale.numel(), w_scale.dtype,
             *(address % _ALIGNMENT for address in scale_addresses),
         )  # fmt: skip
-    x_address, w_address = x.data_ptr(), w.data_ptr()
-    bias_address, extra = 0, None
+    extra = None
     if bias is not None:
-        bias_address = bias.data_ptr()
         extra = bias.shape, bias.dtype, bias_address % _ALIGNMENT
     form = (
         operator.name, impl, gather, out_dtype,
@@ -143,7 +142,7 @@ def known_call(
         w.shape, w.stride(), w.dtype, w_address % _ALIGNMENT,
         extra, scales, operator.place_of(x, group), invariance.mode(), autotune.is_enabled(impl),
     )  # fmt: skip
-    return form, (x_address, w_address, bias_address, *scale_addresses)
+    return form, at
 
 
 def run(

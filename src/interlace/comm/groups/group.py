@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Hashable
@@ -36,10 +37,10 @@ from interlace.comm.host.identity import identity, settings
 from interlace.comm.host.members import meet_members, members_of
 from interlace.comm.replay import recording as recordings
 from interlace.comm.replay import tapes
-from interlace.comm.replay.deferred import DeferredCall, PerformedCall
+from interlace.comm.replay.deferred import DeferredCall, PerformedCall, addresses
 from interlace.comm.replay.memory import releases
 from interlace.comm.runtime.deadlines import checked_deadline_s, default_deadline_s, recovery_s
-from interlace.comm.runtime.ordinary import makes_ordinary_tensors
+from interlace.comm.runtime.ordinary import in_inductors_run, makes_ordinary_tensors
 from interlace.comm.runtime.streams import Streams
 from interlace.errors import BackendError, GroupError, WorkspaceError
 
@@ -213,8 +214,7 @@ class Group:
 
     def recall(self, operands: Hashable) -> Any:
         """Run a call that has come before with these operands; return its result, or None if there
-        is no graph with the memory that the call gets, or something is to be done before it. A call
-        that is being recorded is no graph, since its steps are cheaper for the host to play.
+        is no graph with the memory that the call gets, or something is to be done before it.
 
         It does what :meth:`perform` does, at the least cost to the host.
 
@@ -222,10 +222,14 @@ class Group:
             operands: By what the call was remembered.
         """
         work = self.replays.remembered(operands)
-        if work is None or tapes.recorder() is not None:
+        if work is None or self.health.broken or not self.may_recall():
             return None
-        if self.health.broken or not self.may_recall():
-            return None
+        return self._replay(work, operands)
+
+    def _replay(self, work: DeferredCall, operands: Hashable) -> Any:
+        """Replay a remembered call that nothing keeps from it; return its result, or None if there
+        is no graph with the memory that the call gets.
+        """
         memory = work.take(self)
         with self.launching():
             is_found = self.replays.replay(operands, memory)
@@ -258,8 +262,23 @@ class Group:
                 :meth:`recall`, and the form for :meth:`recall_form`.
             tensors: The operands.
         """
-        result = self.recall(known)
+        is_recorded = tapes.recorder() is not None
+        result = self._play_graph(known, *tensors) if is_recorded else self.recall(known)
         return self.recall_form(known[0], known, *tensors) if result is None else result
+
+    def _play_graph(self, known: tuple[Hashable, Hashable], *tensors: torch.Tensor | None) -> Any:
+        """Replay a call that is being recorded, as one step of its tape; return None where there is
+        no graph, or where steps of kernels are cheaper for the host.
+        """
+        work = self.replays.remembered(known)
+        if work is None or work.is_played or known[1] != addresses(*tensors):
+            return None
+        replay = functools.partial(_replay_in_tape, weakref.ref(self))
+        result = tapes.attempt(self.replays.of_form(known[0], replay), *tensors)
+        if result is not None:
+            # The form says whether an operand is symmetric memory, which a tape cannot.
+            self.has_recorded(reads_in_place=True)
+        return result
 
     def may_recall(self) -> bool:
         """Return whether a call may go past what comes before a call's first launch: nothing is to
@@ -600,3 +619,14 @@ __all__ = [
     "group_of",
     "solo_group",
 ]
+
+
+def _replay_in_tape(
+    reference: weakref.ref[Group], form: Hashable, *tensors: torch.Tensor | None
+) -> Any:
+    """Replay a call of a form as :meth:`Group.recall` does, but for what its tape asks before."""
+    group, operands = reference(), (form, addresses(*tensors))
+    work = None if group is None else group.replays.remembered(operands)
+    if group is None or work is None or in_inductors_run():
+        return None
+    return group._replay(work, operands)

@@ -207,7 +207,7 @@ def _note_launch(recorder: tapes.CallRecorder, compiled: Any, whole: tuple[Any, 
         # Of a kernel's own arguments, all but these are plain or tensors.
         recorder.keep(*(value for value in args if isinstance(value, (list, bytes))))
         recorder.keep(compiled, whole[5], *(value for value in whole[9:] if _is_of_triton(value)))
-        recorder.note(launch, args, {}, None, is_launch=True)
+        recorder.note(launch, args, {}, None, kind="launch")
 
 
 def _is_of_triton(value: object) -> bool:

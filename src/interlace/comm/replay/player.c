@@ -235,8 +235,8 @@ typedef struct {
   PyObject *function;
   PyObject *names; /* of the last arguments, or NULL */
   Expression arguments;
-  Py_ssize_t slot; /* of the result, or -1 */
-  int is_launch;
+  Py_ssize_t slot, results; /* the first slot of the result, and their number */
+  char kind;                /* 'l' for a launch, 'a' for an attempt, or 'c' */
 } Step;
 
 /* What must be so for a call to be played: what a function returns, what an object has under a
@@ -370,7 +370,7 @@ static int is_so(const Condition *made) {
 }
 
 /* Tape(steps, result, slots, conditions, launches, failed, kept); a step is (function, ("tuple",
-   ...), names, slot, is_launch). */
+   ...), names, slots, kind). */
 static int tape_init(Tape *self, PyObject *args, PyObject *names) {
   PyObject *steps, *result, *conditions, *launches, *failed, *kept;
   Py_ssize_t slots;
@@ -398,15 +398,19 @@ static int tape_init(Tape *self, PyObject *args, PyObject *names) {
   if (!read_expression(result, &self->result)) return -1;
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(steps); i++) {
     Step *step = &self->steps[i];
-    PyObject *function, *arguments, *keywords;
-    if (!PyArg_ParseTuple(PyTuple_GET_ITEM(steps, i), "OO!Onp", &function, &PyTuple_Type,
-                          &arguments, &keywords, &step->slot, &step->is_launch))
+    PyObject *function, *arguments, *keywords, *results;
+    const char *kind;
+    if (!PyArg_ParseTuple(PyTuple_GET_ITEM(steps, i), "OO!OO!s", &function, &PyTuple_Type,
+                          &arguments, &keywords, &PyTuple_Type, &results, &kind))
       return -1;
     self->count = i + 1;
     step->function = Py_NewRef(function);
     step->names = keywords == Py_None ? NULL : Py_NewRef(keywords);
-    if (!read_expression(arguments, &step->arguments)) return -1;
-    if (step->arguments.length > MOST_ARGUMENTS || step->slot >= slots) {
+    step->kind = kind[0];
+    step->results = PyTuple_GET_SIZE(results);
+    if (step->results) step->slot = PyLong_AsSsize_t(PyTuple_GET_ITEM(results, 0));
+    if (PyErr_Occurred() || !read_expression(arguments, &step->arguments)) return -1;
+    if (step->arguments.length > MOST_ARGUMENTS || step->slot + step->results > slots) {
       PyErr_SetString(PyExc_ValueError, "a step has too many arguments, or a slot of no tape");
       return -1;
     }
@@ -443,6 +447,23 @@ static void tell_failed(Tape *tape) {
   PyErr_Restore(type, error, traceback);
 }
 
+/* Put what a step returns into its slots, and give up the reference to it. */
+static int keep_result(const Step *step, PyObject *result, PyObject **slots) {
+  int is_tuple = PyTuple_Check(result), is_kept = step->results == 0;
+  if (step->results == 1 && !is_tuple) {
+    slots[step->slot] = Py_NewRef(result);
+    is_kept = 1;
+  } else if (step->results && is_tuple && PyTuple_GET_SIZE(result) == step->results) {
+    for (Py_ssize_t i = 0; i < step->results; i++)
+      slots[step->slot + i] = Py_NewRef(PyTuple_GET_ITEM(result, i));
+    is_kept = 1;
+  }
+  if (!is_kept) PyErr_SetString(PyExc_TypeError, "a step returns as many tensors as before");
+  Py_DECREF(result);
+  return is_kept;
+}
+
+/* Return 0 with an error, or without one for an attempt that has done nothing. */
 static int run_step(const Step *step, PyObject **slots) {
   /* The first place is the callee's. */
   PyObject *values[MOST_ARGUMENTS + 1];
@@ -460,11 +481,11 @@ static int run_step(const Step *step, PyObject **slots) {
   }
   for (Py_ssize_t i = 0; i < made; i++) Py_DECREF(values[i + 1]);
   if (result == NULL) return 0;
-  if (step->slot >= 0)
-    slots[step->slot] = result;
-  else
+  if (step->kind == 'a' && result == Py_None) {
     Py_DECREF(result);
-  return 1;
+    return 0;
+  }
+  return keep_result(step, result, slots);
 }
 
 static void end(Tape *tape) {
@@ -502,7 +523,7 @@ static PyObject *play(Tape *tape, PyObject *const *args, Py_ssize_t count) {
   PyObject *slots[MOST_SLOTS];
   for (Py_ssize_t i = 0; i < tape->slots; i++) slots[i] = i < count ? args[i] : NULL;
   for (Py_ssize_t i = 0; i < tape->count && is_done; i++) {
-    if (tape->steps[i].is_launch) {
+    if (tape->steps[i].kind == 'l') {
       /* Counted before the launch: if that is interrupted, the kernel may be running. */
       launched = 1;
       is_done = count_launch(tape->launches);

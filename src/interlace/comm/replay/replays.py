@@ -131,6 +131,7 @@ class Replays:
         self._graphs: dict[Hashable, _Replayable] = {}
         self._remembered: dict[Hashable, _Remembered] = {}
         self._alike: dict[Hashable, AgainCall] = {}
+        self._of_forms: dict[Hashable, Callable[..., Any]] = {}
         self._seen: dict[Hashable, int] = {}
         self._candidates: dict[Hashable, tuple[torch.Tensor, ...]] = {}
         # Tables of the call that is being enqueued for the first time; None at all other times.
@@ -261,6 +262,15 @@ class Replays:
             _drop_oldest(self._alike, _MAX_REMEMBERED)
             self._alike[form] = again
 
+    def of_form(self, form: Hashable, replay: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what replays calls of a form, the same each time until :meth:`forget`, as a step
+        of a tape has to be.
+
+        Args:
+            replay: Does so, given the form and a call's operands.
+        """
+        return self._of_forms.setdefault(form, functools.partial(replay, form))
+
     def comes_again(self, operands: Hashable) -> bool:
         """Return whether a call with these operands, of which no graph was found, is to become one.
 
@@ -286,6 +296,7 @@ class Replays:
         """Remember no call any more, as ranks have agreed on another way to run some."""
         self._remembered.clear()
         self._alike.clear()
+        self._of_forms.clear()
         tapes.forget(self)
 
     def replay(self, operands: Hashable, memory: tuple[Any, ...]) -> bool:

@@ -38,6 +38,10 @@ Expression = tuple[Any, ...]
 """What a step gets: ``("constant", value)``, ``("slot", number)`` or ``("tuple", type, items)``.
 Slots hold the call's arguments, and behind them what steps return.
 """
+Step = tuple[Any, Expression, tuple[str, ...] | None, tuple[int, ...], str]
+"""See :class:`RecordedCall`. The kind is ``"launch"``; ``"attempt"``, which returns None where it
+has done nothing, so that the call takes the long way; or ``"call"``.
+"""
 
 log = logging.getLogger("interlace.replay")
 
@@ -54,8 +58,8 @@ class RecordedCall:
     """What a call does.
 
     Attributes:
-        steps: Function, arguments, the names of the last of those, the slot of the result or -1,
-            and whether it is a launch.
+        steps: Function, arguments, the names of the last of those, the slots of the result, which
+            may be several tensors, and the kind.
         result: The call's.
         slots: Their number.
         conditions: What must be so for such a call to be played.
@@ -64,7 +68,7 @@ class RecordedCall:
         kept: What must live as long as the tape.
     """
 
-    steps: tuple[tuple[Any, Expression, tuple[str, ...] | None, int, bool], ...]
+    steps: tuple[Step, ...]
     result: Expression
     slots: int
     conditions: tuple[Condition, ...]
@@ -100,7 +104,7 @@ class CallRecorder:
                 known by.
         """
         self.knows_gradients = knows_gradients
-        self._steps: list[tuple[Any, Expression, tuple[str, ...] | None, int, bool]] = []
+        self._steps: list[Step] = []
         self._slots: dict[int, int] = {}
         self._lasting: set[int] = set()
         self._kept: list[Any] = []
@@ -143,19 +147,26 @@ class CallRecorder:
         names: dict[str, Any],
         result: object,
         *,
-        is_launch: bool = False,
+        kind: str = "call",
     ) -> None:
-        """Note a step that has been made."""
+        """Note a step that has been made; see :data:`Step` for its kind."""
         try:
             arguments = self._expression((*args, *names.values()))
         except _Unrecordable as error:
             self.spoil(str(error))
             return
-        slot = -1
-        if isinstance(result, torch.Tensor) and id(result) not in self._slots:
-            slot, self._count = self._count, self._count + 1
-            self._hold(result, slot)
-        self._steps.append((function, arguments, tuple(names) or None, slot, is_launch))
+        if kind == "attempt" and self._steps:
+            self.spoil("something has been done before an attempt")
+        results = result if isinstance(result, tuple) else (result,)
+        if not all(
+            isinstance(each, torch.Tensor) and id(each) not in self._slots for each in results
+        ):
+            results = ()
+        slots = tuple(range(self._count, self._count + len(results)))
+        self._count += len(results)
+        for each, slot in zip(results, slots, strict=True):
+            self._hold(each, slot)
+        self._steps.append((function, arguments, tuple(names) or None, slots, kind))
 
     def finished(self, result: object) -> RecordedCall | None:
         """Return what the call has done, given its result; None where that is not known."""
@@ -220,13 +231,33 @@ def step(function: Callable[..., T], *args: Any, **names: Any) -> T:
     made = _thread.recorder
     if made is None:
         return function(*args, **names)
-    _thread.recorder = None
-    try:
-        result = function(*args, **names)
-    finally:
-        _thread.recorder = made
+    result = _unrecorded(made, function, *args, **names)
     made.note(function, args, names, result)
     return result
+
+
+def attempt(function: Callable[..., T | None], *args: Any) -> T | None:
+    """Return ``function(*args)``, and note it as the first step of a call that may do without.
+
+    Args:
+        function: As for :func:`step`. It returns None where it has done nothing, and is no step
+            then.
+    """
+    made = _thread.recorder
+    if made is None:
+        return function(*args)
+    result = _unrecorded(made, function, *args)
+    if result is not None:
+        made.note(function, args, {}, result, kind="attempt")
+    return result
+
+
+def _unrecorded(made: CallRecorder, function: Callable[..., T], *args: Any, **names: Any) -> T:
+    _thread.recorder = None
+    try:
+        return function(*args, **names)
+    finally:
+        _thread.recorder = made
 
 
 def keep(*values: Any) -> None:

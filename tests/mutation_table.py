@@ -636,8 +636,8 @@ MUTANTS = [
     ),
     Mutant(
         "interlace/comm/groups/group.py",
-        "work is None or work.is_played or known[1]",
-        "work is None or known[1]",
+        "if not recorder.is_complete:",
+        "if True:",
         "gemm/test_played.py::test_kernels_are_played_rather_than_their_graphs",
     ),
     Mutant(
@@ -645,6 +645,24 @@ MUTANTS = [
         "            self.has_recorded(reads_in_place=True)\n",
         "            pass\n",
         "gemm/test_played.py::test_graphs_are_played[gemm_all_reduce-fused]",
+    ),
+    Mutant(
+        "interlace/comm/replay/player.c",
+        "if (takes_long_way && ((Tape *)found)->refusals >= MOST_REFUSALS)",
+        "if (0)",
+        "comm/test_tapes.py::test_what_is_never_so_again_is_recorded_again",
+    ),
+    Mutant(
+        "interlace/comm/replay/player.c",
+        "  tape->refusals = 0;\n",
+        "",
+        "comm/test_tapes.py::test_what_is_never_so_again_is_recorded_again",
+    ),
+    Mutant(
+        "interlace/comm/replay/player.c",
+        "if (is_known && self->is_public) is_known = put_mode(&key);",
+        "",
+        "comm/test_tapes.py::test_calls_of_users_are_told_apart_by_the_mode_of_gradients",
     ),
     Mutant(
         "interlace/comm/replay/player.c",

@@ -219,7 +219,7 @@ def _returned(turns: int) -> tuple[list[int], int]:
 
 _MOST_FUNCTIONS = 90
 """Functions of Python that a call which comes again may enter; without recalling it are 200."""
-_SETTLED = 20
+_SETTLED = 40
 """Calls after which no more is a graph for the first time, and none is recorded for a while."""
 
 

@@ -22,7 +22,7 @@ _MOST_FUNCTIONS = 3
 """Functions of Python that a call enters which is played, the one that calls it among them."""
 _MOST_FUNCTIONS_OF_PROGRAMS = 16
 """The same of a public function, with what finds out whether somebody listens."""
-_MOST_FUNCTIONS_OF_GRAPHS = 45
+_MOST_FUNCTIONS_OF_GRAPHS = 60
 """The same where what is played is a graph."""
 _UNTIL_GRAPHS = 40
 

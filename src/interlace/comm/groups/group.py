@@ -262,22 +262,32 @@ class Group:
                 :meth:`recall`, and the form for :meth:`recall_form`.
             tensors: The operands.
         """
-        is_recorded = tapes.recorder() is not None
-        result = self._play_graph(known, *tensors) if is_recorded else self.recall(known)
+        recorder = tapes.recorder()
+        if recorder is not None:
+            return self._recall_recorded(recorder, known, *tensors)
+        result = self.recall(known)
         return self.recall_form(known[0], known, *tensors) if result is None else result
 
-    def _play_graph(self, known: tuple[Hashable, Hashable], *tensors: torch.Tensor | None) -> Any:
-        """Replay a call that is being recorded, as one step of its tape; return None where there is
-        no graph, or where steps of kernels are cheaper for the host.
+    def _recall_recorded(
+        self,
+        recorder: tapes.CallRecorder,
+        known: tuple[Hashable, Hashable],
+        *tensors: torch.Tensor | None,
+    ) -> Any:
+        """Run a call that is being recorded, by the steps of its form, which cost the host least;
+        where calls of that form have turned out to be no recording, by its graph as one step.
         """
-        work = self.replays.remembered(known)
-        if work is None or work.is_played or known[1] != addresses(*tensors):
-            return None
-        replay = functools.partial(_replay_in_tape, weakref.ref(self))
-        result = tapes.attempt(self.replays.of_form(known[0], replay), *tensors)
-        if result is not None:
-            # The form says whether an operand is symmetric memory, which a tape cannot.
-            self.has_recorded(reads_in_place=True)
+        form, where = known
+        replay = self.replays.graphs_of(form)
+        if replay is not None and where == addresses(*tensors):
+            result = tapes.attempt(replay, *tensors)
+            if result is not None:
+                # The form says whether an operand is symmetric memory, which a tape cannot.
+                self.has_recorded(reads_in_place=True)
+                return result
+        result = self.recall_form(form, known, *tensors)
+        if not recorder.is_complete:
+            self.replays.play_graphs_of(form, functools.partial(_replay_in_tape, weakref.ref(self)))
         return result
 
     def may_recall(self) -> bool:

@@ -305,7 +305,9 @@ def _conditions() -> Iterable[Condition]:
     yield answers(_is_profiled, False)
     yield answers(_C._len_torch_dispatch_stack, 0)
     yield "a", forward_ad, "_current_level", -1
-    yield returns(torch.is_grad_enabled)
+    recorder = tapes.recorder()
+    if recorder is None or not recorder.knows_gradients:
+        yield returns(torch.is_grad_enabled)
     yield by_id(returns(default_group.get))
     # The property that the default group is, is looked up by functions of Python.
     world = dist.distributed_c10d._world

@@ -125,8 +125,6 @@ class DeferredCall:
             for other operands, given the group and them, past ``prepare``. That must refer to no
             operand and no group, and returns None for a call that it does not make. None itself
             where there is no such thing.
-        is_played: Whether all that such a call does is a step of a tape, by which it costs the host
-            less than by a graph; see :mod:`interlace.comm.replay.tapes`.
     """
 
     key: tuple[Hashable, ...]
@@ -140,7 +138,6 @@ class DeferredCall:
     temporary_bytes: int = 0
     is_of_operands: bool = True
     again: Callable[[], Callable[..., Any] | None] | None = None
-    is_played: bool = False
 
     def into(self, out: torch.Tensor) -> DeferredCall:
         """Return the call with its result in ``out``: without a copy where the call's first tensor

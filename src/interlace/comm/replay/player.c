@@ -15,6 +15,7 @@
 #define KEY_BYTES 2048
 #define MOST_KEYS 4096
 #define FIRST_TRY 2
+#define MOST_REFUSALS 16
 
 /* What a tensor is */
 
@@ -25,6 +26,7 @@ typedef int (*of_tensor_pointer)(void *, void **);
 static PyTypeObject *tensor_type, *parameter_type, *dtype_type, *group_type;
 static PyObject *as_plain; /* the context in which parameters of subclasses are plain tensors */
 static PyObject *strided;  /* the layout of tensors with strides */
+static PyObject *is_grad_enabled;
 static PyObject *enter_name, *exit_name, *value_name, *layout_name, *is_neg_name, *gradient_name;
 static Py_ssize_t tensor_offset;
 static of_tensor_64 get_dim;
@@ -32,11 +34,11 @@ static of_tensor_pointer get_sizes, get_strides, get_data_ptr;
 static of_tensor_32 get_dtype, get_device_type, get_device_index;
 
 static PyObject *init(PyObject *module, PyObject *args) {
-  PyObject *tensor, *parameter, *dtype, *group, *layout, *plain;
+  PyObject *tensor, *parameter, *dtype, *group, *layout, *plain, *with_gradients;
   unsigned long long at[7];
-  if (!PyArg_ParseTuple(args, "OOOOOOnKKKKKKK", &tensor, &parameter, &dtype, &group, &layout,
-                        &plain, &tensor_offset, &at[0], &at[1], &at[2], &at[3], &at[4], &at[5],
-                        &at[6]))
+  if (!PyArg_ParseTuple(args, "OOOOOOOnKKKKKKK", &tensor, &parameter, &dtype, &group, &layout,
+                        &plain, &with_gradients, &tensor_offset, &at[0], &at[1], &at[2], &at[3],
+                        &at[4], &at[5], &at[6]))
     return NULL;
   enter_name = PyUnicode_InternFromString("__enter__");
   exit_name = PyUnicode_InternFromString("__exit__");
@@ -49,6 +51,7 @@ static PyObject *init(PyObject *module, PyObject *args) {
     return NULL;
   as_plain = Py_NewRef(plain);
   strided = Py_NewRef(layout);
+  is_grad_enabled = Py_NewRef(with_gradients);
   group_type = (PyTypeObject *)Py_NewRef(group);
   tensor_type = (PyTypeObject *)Py_NewRef(tensor);
   parameter_type = (PyTypeObject *)Py_NewRef(parameter);
@@ -111,6 +114,15 @@ static int put_users_tensor(Key *key, PyObject *value) {
   int is_put = wants_gradient != NULL && is_as_it_lies(value) && put_tensor(key, value) &&
                put(key, 'g', &wants_gradient, sizeof wants_gradient);
   Py_XDECREF(wants_gradient); /* True or False, which stay */
+  PyErr_Clear();
+  return is_put;
+}
+
+/* Put behind a key whether gradients are recorded. */
+static int put_mode(Key *key) {
+  PyObject *mode = PyObject_CallNoArgs(is_grad_enabled);
+  int is_put = mode != NULL && put(key, 'm', &mode, sizeof mode);
+  Py_XDECREF(mode); /* True or False, which stay */
   PyErr_Clear();
   return is_put;
 }
@@ -255,7 +267,7 @@ typedef struct {
   Py_ssize_t count, slots, condition_count;
   Expression result;
   PyObject *launches, *failed, *kept, *weak_references;
-  int is_closed, playing;
+  int is_closed, playing, refusals; /* refusals: how often in a row it was not permitted */
 } Tape;
 
 static int tape_clear(Tape *self) {
@@ -514,9 +526,11 @@ static PyObject *play(Tape *tape, PyObject *const *args, Py_ssize_t count) {
   for (Py_ssize_t i = 0; i < tape->condition_count && is_permitted > 0; i++)
     is_permitted = is_so(&tape->conditions[i]);
   if (is_permitted <= 0 || tape->is_closed) {
+    tape->refusals++;
     end(tape);
     return NULL;
   }
+  tape->refusals = 0;
   PyObject *plain = PyObject_CallNoArgs(as_plain), *entered = NULL;
   if (plain != NULL) entered = PyObject_CallMethodNoArgs(plain, enter_name);
   is_done = entered != NULL;
@@ -596,6 +610,7 @@ static PyObject *player_call(PyObject *object, PyObject *const *args, size_t fla
   int is_known = names == NULL && count < MOST_SLOTS;
   for (Py_ssize_t i = 0; is_known && i < count; i++)
     is_known = put_argument(&key, args[i], self->is_public);
+  if (is_known && self->is_public) is_known = put_mode(&key);
   if (!is_known) return PyObject_Vectorcall(self->call, args, flags, names);
   PyObject *bytes = PyBytes_FromStringAndSize(key.bytes, key.length), *result = NULL;
   if (bytes == NULL) return NULL;
@@ -604,8 +619,12 @@ static PyObject *player_call(PyObject *object, PyObject *const *args, size_t fla
   if (found != NULL && Py_TYPE(found) == tape_type && !((Tape *)found)->is_closed) {
     Py_INCREF(found);
     result = play((Tape *)found, args, count);
+    int takes_long_way = result == NULL && !PyErr_Occurred();
+    /* What must be so may never be so again, as calls run on another stream. */
+    if (takes_long_way && ((Tape *)found)->refusals >= MOST_REFUSALS)
+      Py_XDECREF(tape_close((Tape *)found, NULL));
     Py_DECREF(found);
-    if (result == NULL && !PyErr_Occurred())
+    if (takes_long_way)
       result = PyObject_Vectorcall(self->call, args, flags, names);
     goto done;
   }
@@ -708,6 +727,7 @@ static int clear_module(PyObject *module) {
   Py_CLEAR(group_type);
   Py_CLEAR(as_plain);
   Py_CLEAR(strided);
+  Py_CLEAR(is_grad_enabled);
   return 0;
 }
 

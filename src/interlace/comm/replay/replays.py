@@ -262,14 +262,21 @@ class Replays:
             _drop_oldest(self._alike, _MAX_REMEMBERED)
             self._alike[form] = again
 
-    def of_form(self, form: Hashable, replay: Callable[..., Any]) -> Callable[..., Any]:
-        """Return what replays calls of a form, the same each time until :meth:`forget`, as a step
-        of a tape has to be.
+    def graphs_of(self, form: Hashable) -> Callable[..., Any] | None:
+        """Return what replays calls of a form, given their operands; None unless
+        :meth:`play_graphs_of` has said so.
+        """
+        return self._of_forms.get(form)
+
+    def play_graphs_of(self, form: Hashable, replay: Callable[..., Any]) -> None:
+        """Play calls of a form as graphs, as what they do has turned out to be no recording.
 
         Args:
-            replay: Does so, given the form and a call's operands.
+            replay: Replays one, given the form and its operands.
         """
-        return self._of_forms.setdefault(form, functools.partial(replay, form))
+        if form not in self._of_forms:
+            _drop_oldest(self._of_forms, _MAX_REMEMBERED)
+            self._of_forms[form] = functools.partial(replay, form)
 
     def comes_again(self, operands: Hashable) -> bool:
         """Return whether a call with these operands, of which no graph was found, is to become one.

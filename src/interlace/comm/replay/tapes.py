@@ -100,8 +100,8 @@ class CallRecorder:
         """Begin with the arguments of a call.
 
         Args:
-            knows_gradients: Whether which of them require a gradient is part of what the call is
-                known by.
+            knows_gradients: Whether it is part of what the call is known by which of them require
+                a gradient, and whether gradients are recorded.
         """
         self.knows_gradients = knows_gradients
         self._steps: list[Step] = []
@@ -140,6 +140,11 @@ class CallRecorder:
         """
         self._ways = conditions, failed, weakref.ref(holder)
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether it is known what the call does."""
+        return self._ways is not None and not self._fault
+
     def note(
         self,
         function: Any,
@@ -176,7 +181,7 @@ class CallRecorder:
             found = self._expression(result)
         except _Unrecordable as error:
             self.spoil(str(error))
-        if self._fault:
+        if not self.is_complete:
             log.debug("a call has no tape: %s", self._fault)
             return None
         conditions, failed, holder = self._ways
@@ -297,9 +302,9 @@ def player(call: Callable[..., Any], *, is_public: bool = False) -> Callable[...
     Args:
         call: Takes arguments by position alone.
         is_public: Whether arguments are what users have given: then tensors of subclasses, those
-            without strides and those that PyTorch still has to negate take the long way, and those
-            that require a gradient are others than those that do not. Else they are ordinary, or
-            parameters of subclasses.
+            without strides and those that PyTorch still has to negate take the long way, those that
+            require a gradient are others than those that do not, and so are calls while gradients
+            are recorded. Else they are ordinary, or parameters of subclasses.
     """
     native = _native()
     if native is None:
@@ -373,7 +378,8 @@ def _native() -> Any:
         with kernel_folder.ours():
             module = compile_module_from_src(source, "interlace_player")
         types = torch.Tensor, torch.nn.Parameter, torch.dtype, dist.ProcessGroup, torch.strided
-        module.init(*types, torch._C.DisableTorchFunctionSubclass, *_tensor_functions())
+        functions = torch._C.DisableTorchFunctionSubclass, torch.is_grad_enabled
+        module.init(*types, *functions, *_tensor_functions())
     except Exception as error:
         log.info("calls are made without the compiled player: %s", error)
         return None

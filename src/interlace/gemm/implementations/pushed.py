@@ -253,8 +253,6 @@ def _run(call: GemmCall, push: PushOf) -> torch.Tensor | DeferredCall:
     require(group.backend)
     dtype, device = operands.out_dtype, operands.x.device
     take = New(device, (([laid.rows.result, operands.columns], dtype), (product_shape, dtype)))
-    # A kernel of our own that multiplies batch-invariantly, or float8, may need copies of operands.
-    is_alike = not call.is_batch_invariant and operands.x_scale is None
     prepared: list[KernelOfWords] = []
 
     def prepare(y: torch.Tensor, product: torch.Tensor) -> Callable[[], None]:
@@ -272,8 +270,11 @@ def _run(call: GemmCall, push: PushOf) -> torch.Tensor | DeferredCall:
         take,
         prepare,
         is_of_operands=operands is call.operands,
-        again=(lambda: _again(call, take, prepared[-1])) if is_alike else None,
-        is_played=is_alike,
+        # A kernel of our own that multiplies batch-invariantly, or float8, may need copies of
+        # operands.
+        again=None
+        if call.is_batch_invariant or operands.x_scale is not None
+        else lambda: _again(call, take, prepared[-1]),
     )
 
 

@@ -204,7 +204,6 @@ def run_pushed(given: GemmCall) -> DeferredCall | Pair:
         again=lambda: pushes[-1].again(
             ("x", "gathered"), take, _push_and_multiply, result, reads_in_place=True
         ),
-        is_played=True,
     )
 
 

@@ -75,7 +75,6 @@ def run(call: GemmCall) -> DeferredCall:
         with_libraries=False,
         is_of_operands=is_of_operands,
         again=(lambda: kernels[-1].again(_OPERANDS, take, _enqueue)) if is_of_operands else None,
-        is_played=True,
     )
 
 

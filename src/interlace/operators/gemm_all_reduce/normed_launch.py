@@ -81,7 +81,6 @@ def run_fused(call: GemmCall) -> DeferredCall:
         with_libraries=False,
         is_of_operands=laid is call,
         again=(lambda: _again(call, take, kernels[-1])) if laid is call else None,
-        is_played=True,
     )
 
 
@@ -244,7 +243,6 @@ def run_pushed(call: GemmCall) -> DeferredCall:
         _results,
         is_of_operands=call is given,
         again=again,
-        is_played=not call.is_batch_invariant,
     )
 
 

@@ -22,7 +22,7 @@ from interlace.comm.groups.group import known_group
 from interlace.comm.launching import kernels
 from interlace.comm.replay import deferred, replays, tapes
 from interlace.comm.replay.replays import Replays
-from interlace.gemm import schema
+from interlace.gemm import dispatch, schema
 from interlace.operators.all_gather_gemm import fused as gathering
 from interlace.operators.gemm_all_reduce import normed, normed_launch
 from tests.entered import Listening
@@ -128,6 +128,7 @@ def _playing() -> Iterator[tuple[dist.ProcessGroup, Group]]:
             patch.setattr(module, "recalling_group", recalling_group)
         for module in (normed, normed_launch):
             patch.setattr(module, "MOST_NORMED_ROWS", _MOST_NORMED_ROWS)
+        patch.setattr(registration, "are_on_gpu", lambda _: True)
         patch.setattr(normed, "_known_call", _known_call)
         patch.setattr(normed_launch, "empty_rows_on", rows_on)
         for allocating in (deferred, gathering):
@@ -148,6 +149,8 @@ def _playing() -> Iterator[tuple[dist.ProcessGroup, Group]]:
         yield members, group
     schema._player.cache_clear()
     normed._player.cache_clear()
+    for door in registration.entrances():
+        door._play = None
 
 
 @contextlib.contextmanager
@@ -263,47 +266,136 @@ def test_ranks_need_not_play_alike(ranks: Any, name: str) -> None:
         assert is_equal == 2 * (_BEFORE + 4) * [True]
 
 
-def _with_gradients() -> tuple[list[bool], list[bool]]:
-    """Whether calls with gradients switched on were played, and whether each has the result and the
-    gradients that it must have.
+def _from_inductor() -> list[bool]:
+    """Whether calls of a compiled program entered nothing but the player."""
+    is_played = []
+    operator = torch.ops.interlace.gemm_all_reduce.default
+    enter = registration.Entrance.past_dispatcher
+    entered: list[bool] = []
+
+    def counted(*args: Any) -> Any:
+        entered.append(True)
+        return enter(*args)
+
+    with _playing() as (members, group), torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(registration.Entrance, "past_dispatcher", counted)
+        play = tapes.player(registration.entrance("gemm_all_reduce").from_inductor)
+        others = None, None, None, torch.float32, members.group_name
+        for turn in range(-1, _TURNS):
+            (x, w), _ = _operands("gemv", max(turn, 0))
+            wanted = operator(x, w, *others, "unfused", "")  # the first one takes memory
+            if turn >= 0:
+                before = len(entered)
+                assert torch.equal(play(x, w, *others, "gemv", ""), wanted)
+                is_played.append(len(entered) == before)
+        group.check()
+    return is_played
+
+
+def test_calls_of_compiled_programs_are_played_as_a_whole(ranks: Any) -> None:
+    for is_played in ranks(2).run(_from_inductor):
+        assert is_played == _BEFORE * [False] + (_TURNS - _BEFORE) * [True]
+
+
+def _with_gradients(function: str, impl: str) -> tuple[list[bool], list[bool], list[bool]]:
+    """Of calls with gradients switched on, whose operands want one or not: whether they were
+    played, whether their implementation was, and whether each has the result and the gradients that
+    it must have.
     """
-    is_played, is_right = [], []
-    long_ways: list[bool] = []
-    plain = schema._plain
+    is_played, is_run_played, is_right = [], [], []
+    long_ways: list[str] = []
+    plain, run = schema._plain, dispatch.run
 
     def counted(*arguments: Any) -> Any:
-        long_ways.append(True)
+        long_ways.append("plain")
         return plain(*arguments)
+
+    def counted_run(*arguments: Any, **named: Any) -> Any:
+        long_ways.append("run")
+        return run(*arguments, **named)
 
     with _playing() as (members, group), pytest.MonkeyPatch.context() as patch:
         patch.setattr(schema, "_plain", counted)
+        patch.setattr(dispatch, "run", counted_run)
+        call = functools.partial(getattr(interlace, function), impl=impl, group=members)
+        (x, w), _ = _operands("gemv", 0)
+        # Memory that grows forgets the calls before.
+        call(x.requires_grad_(), w.requires_grad_()).sum().backward()
         # First without, then by turns with operands that want a gradient.
-        for turn in range(3 * _TURNS):
+        for turn in range(4 * _TURNS):
             wants = turn >= _TURNS and turn % 2 == 0
             (x, w), _ = _operands("gemv", turn)
-            operands = [tensor.requires_grad_(wants) for tensor in (x, w)]
-            before = len(long_ways)
-            y = interlace.gemm_all_reduce(*operands, impl="gemv", group=members)
-            is_played.append(len(long_ways) == before)
-            total = x.detach() @ w.detach().T
-            dist.all_reduce(total, group=members)
-            right = torch.equal(y, total) and y.requires_grad is wants
+            ours, theirs = (
+                [tensor.clone().requires_grad_(wants) for tensor in (x, w)] for _ in range(2)
+            )
+            del long_ways[:]
+            y = call(*ours)
+            is_played.append("plain" not in long_ways)
+            is_run_played.append("run" not in long_ways)
+            wanted = _wanted(function, *theirs, members)
+            right = torch.equal(y, wanted) and y.requires_grad is wants
             if wants and right:
-                y.backward(torch.ones_like(y))
-                ones = torch.ones_like(total)
-                right = torch.equal(x.grad, ones @ w.detach())
-                right &= torch.equal(w.grad, ones.T @ x.detach())
+                grad = torch.full_like(y, 2.0)
+                y.backward(grad)
+                wanted.backward(grad)
+                right = all(
+                    torch.equal(one.grad, other.grad)
+                    for one, other in zip(ours, theirs, strict=True)
+                )
             is_right.append(right)
         group.check()
-    return is_played, is_right
+    return is_played, is_run_played, is_right
 
 
-def test_gradients_are_not_lost(ranks: Any) -> None:
-    for is_played, is_right in ranks(2).run(_with_gradients):
-        assert is_right == 3 * _TURNS * [True]
-        plain = [played for turn, played in enumerate(is_played) if turn < _TURNS or turn % 2]
+def _wanted(
+    function: str, x: torch.Tensor, w: torch.Tensor, members: dist.ProcessGroup
+) -> torch.Tensor:
+    """The result by PyTorch's products and sums, with gradients."""
+    if function == "all_gather_gemm":
+        return _Gathered.apply(x, members) @ w.T  # type: ignore[no-any-return,no-untyped-call]
+    return _Summed.apply(x @ w.T, members)  # type: ignore[no-any-return,no-untyped-call]
+
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, members: dist.ProcessGroup) -> torch.Tensor:
+        total = part.clone()
+        dist.all_reduce(total, group=members)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return grads[0], None
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, members: dist.ProcessGroup) -> torch.Tensor:
+        ctx.members, gathered = members, rows.new_empty(2 * len(rows), rows.shape[1])
+        dist.all_gather_into_tensor(gathered, rows, group=members)
+        return gathered
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        total = grads[0].clone()
+        dist.all_reduce(total, group=ctx.members)
+        return total.chunk(2)[dist.get_rank()], None
+
+
+@pytest.mark.parametrize(
+    ("function", "impl"),
+    [("gemm_all_reduce", "gemv"), ("gemm_all_reduce", "pushed"), ("all_gather_gemm", "pushed")],
+)
+def test_gradients_are_not_lost(ranks: Any, function: str, impl: str) -> None:
+    """Of calls that want one, what runs below autograd is played."""
+    for is_played, is_run_played, is_right in ranks(2).run(_with_gradients, function, impl):
+        assert is_right == 4 * _TURNS * [True]
+        wants = [turn >= _TURNS and turn % 2 == 0 for turn in range(4 * _TURNS)]
+        plain = [each for each, want in zip(is_played, wants, strict=True) if not want]
         assert plain == _BEFORE * [False] + (len(plain) - _BEFORE) * [True]
         assert sum(is_played) == plain.count(True)
+        inner = [each for each, want in zip(is_run_played, wants, strict=True) if want]
+        assert inner[_BEFORE:] == (len(inner) - _BEFORE) * [True]
 
 
 def _as_graphs(name: str, impl: str) -> tuple[list[bool], list[bool], list[bool]]:

@@ -106,7 +106,7 @@ def register(
     for device in ("CPU", "CUDA"):
         library.impl(qualified_name, run_without_autocast, f"Autocast{device}")
     if backward is None:
-        _enter_by(qualified_name, Entrance(operator, kernel, None))
+        _enter_by(qualified_name, Entrance(operator, kernel))
         return
     record_call = _recorder(operator, backward, setup_context)
 
@@ -128,10 +128,10 @@ def register(
             return redispatch(keys, *args)
 
     library.impl(qualified_name, run_with_autograd, "Autograd", with_keyset=True)
-    recorded: Callable[..., Any] = functools.partial(record_call, run)
-    if record is not None:
-        recorded = record(recorded)
-    _enter_by(qualified_name, Entrance(operator, run, recorded))
+    made = Entrance(operator, run)
+    recorded: Callable[..., Any] = functools.partial(record_call, made.below_autograd)
+    made.recorded = recorded if record is None else record(recorded)
+    _enter_by(qualified_name, made)
 
 
 def _keys_below_autograd() -> Any:
@@ -243,24 +243,22 @@ class Entrance:
 
     Attributes:
         operator: What the dispatcher knows.
+        recorded: Calls the implementation and records it for autograd; None if it refuses gradients
+            itself.
     """
 
-    __slots__ = ("_arguments", "_is_played", "_recorded", "_run", "operator")
+    __slots__ = ("_arguments", "_is_played", "_play", "_run", "operator", "recorded")
 
-    def __init__(
-        self,
-        operator: torch._ops.OpOverload,
-        run: Callable[..., Any],
-        recorded: Callable[..., Any] | None,
-    ) -> None:
+    def __init__(self, operator: torch._ops.OpOverload, run: Callable[..., Any]) -> None:
         """Enter an operator.
 
         Args:
             operator: What the dispatcher knows.
             run: The implementation.
-            recorded: The same, recorded for autograd; None if ``run`` itself refuses gradients.
         """
-        self.operator, self._run, self._recorded = operator, run, recorded
+        self.operator, self._run = operator, run
+        self.recorded: Callable[..., Any] | None = None
+        self._play: Callable[..., Any] | None = None
         self._arguments, self._is_played = len(operator._schema.arguments), False
 
     def __call__(self, *args: Any) -> Any:
@@ -273,11 +271,22 @@ class Entrance:
         """Call the operator where nothing listens, with ordinary tensors: see
         :func:`is_unobserved` and :func:`is_ordinary`.
         """
-        recorded = self._recorded
+        recorded = self.recorded
         if recorded is not None and torch.is_grad_enabled() and _C._any_requires_grad(*args):
             return recorded(*args)
         with past_autograd():
+            return self.below_autograd(*args)
+
+    def below_autograd(self, *args: Any) -> Any:
+        """Run the implementation within :func:`past_autograd`, by a tape where there is one."""
+        # What another call is being recorded of has its tape.
+        if tapes.recorder() is not None:
             return self._run(*args)
+        if self._play is None:
+            if not are_on_gpu(args):
+                return self._run(*args)
+            self._play = tapes.player(self._run)
+        return self._play(*args)
 
     def from_inductor(self, *args: Any, **kwargs: Any) -> Any:
         """Call the operator from a program that Inductor has written, whose tensors are ordinary;
@@ -287,15 +296,18 @@ class Entrance:
         is_listening = _is_profiled() or _C._len_torch_dispatch_stack() > 0
         if kwargs or len(args) < self._arguments or is_listening or forward_ad._current_level >= 0:
             return self.operator(*args, **kwargs)
-        if not self._is_played and any(type(arg) in _ON_GPUS and arg.is_cuda for arg in args):
+        if not self._is_played and are_on_gpu(args):
             self._is_played = True
             setattr(self.operator, FROM_INDUCTOR, tapes.player(self.from_inductor))
         with _as_plain():
             # An operator without a gradient refuses one itself: it need not be below autograd.
-            return self._run(*args) if self._recorded is None else self.past_dispatcher(*args)
+            return self._run(*args) if self.recorded is None else self.past_dispatcher(*args)
 
 
-_ON_GPUS = (torch.Tensor, torch.nn.Parameter)
+def are_on_gpu(args: Iterable[Any]) -> bool:
+    """Return whether one of the arguments is a tensor on a GPU, as all operands of a call are."""
+    kinds = torch.Tensor, torch.nn.Parameter
+    return any(type(arg) in kinds and arg.is_cuda for arg in args)
 
 
 def _conditions() -> Iterable[Condition]:
@@ -376,7 +388,6 @@ def _recorder(
     Recorded.__name__ = Recorded.__qualname__ = f"Recorded_{operator._opname}"
 
     def record(run: Callable[..., Any], *args: Any) -> Any:
-        tapes.spoil("a gradient is recorded")
         lengths = [len(args[index]) for index in lists]
         return Recorded.apply(run, lengths, *_flat(args, lists, lengths))  # type: ignore[no-untyped-call]
 

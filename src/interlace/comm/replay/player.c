@@ -71,6 +71,7 @@ static PyObject *init(PyObject *module, PyObject *args) {
 typedef struct {
   char bytes[KEY_BYTES];
   size_t length;
+  int has_gradients; /* of a public call: whether a tensor requires one */
 } Key;
 
 static int put(Key *key, char tag, const void *bytes, size_t length) {
@@ -108,20 +109,21 @@ static int is_as_it_lies(PyObject *value) {
   return is_plain;
 }
 
-/* Put a tensor of a user behind a key, and whether it requires a gradient. */
+/* Put a tensor of a user behind a key, and note whether it requires a gradient. */
 static int put_users_tensor(Key *key, PyObject *value) {
   PyObject *wants_gradient = PyObject_GetAttr(value, gradient_name);
-  int is_put = wants_gradient != NULL && is_as_it_lies(value) && put_tensor(key, value) &&
-               put(key, 'g', &wants_gradient, sizeof wants_gradient);
-  Py_XDECREF(wants_gradient); /* True or False, which stay */
+  int is_put = wants_gradient != NULL && is_as_it_lies(value) && put_tensor(key, value);
+  key->has_gradients |= wants_gradient == Py_True;
+  Py_XDECREF(wants_gradient);
   PyErr_Clear();
   return is_put;
 }
 
-/* Put behind a key whether gradients are recorded. */
+/* Put behind a key whether gradients are recorded; return 0 where that of this call is. */
 static int put_mode(Key *key) {
   PyObject *mode = PyObject_CallNoArgs(is_grad_enabled);
-  int is_put = mode != NULL && put(key, 'm', &mode, sizeof mode);
+  int is_put = mode != NULL && !(mode == Py_True && key->has_gradients) &&
+               put(key, 'm', &mode, sizeof mode);
   Py_XDECREF(mode); /* True or False, which stay */
   PyErr_Clear();
   return is_put;
@@ -606,7 +608,7 @@ static PyObject *player_call(PyObject *object, PyObject *const *args, size_t fla
   Player *self = (Player *)object;
   Py_ssize_t count = PyVectorcall_NARGS(flags);
   Key key;
-  key.length = 0;
+  key.length = key.has_gradients = 0;
   int is_known = names == NULL && count < MOST_SLOTS;
   for (Py_ssize_t i = 0; is_known && i < count; i++)
     is_known = put_argument(&key, args[i], self->is_public);

@@ -100,8 +100,8 @@ class CallRecorder:
         """Begin with the arguments of a call.
 
         Args:
-            knows_gradients: Whether it is part of what the call is known by which of them require
-                a gradient, and whether gradients are recorded.
+            knows_gradients: Whether it is part of what the call is known by whether gradients are
+                recorded, and none of this call is.
         """
         self.knows_gradients = knows_gradients
         self._steps: list[Step] = []
@@ -302,9 +302,9 @@ def player(call: Callable[..., Any], *, is_public: bool = False) -> Callable[...
     Args:
         call: Takes arguments by position alone.
         is_public: Whether arguments are what users have given: then tensors of subclasses, those
-            without strides and those that PyTorch still has to negate take the long way, those that
-            require a gradient are others than those that do not, and so are calls while gradients
-            are recorded. Else they are ordinary, or parameters of subclasses.
+            without strides and those that PyTorch still has to negate take the long way, and so do
+            calls that autograd records; what is recorded while it records others is not played
+            while it does not. Else they are ordinary, or parameters of subclasses.
     """
     native = _native()
     if native is None:

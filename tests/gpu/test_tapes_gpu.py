@@ -24,6 +24,8 @@ _MOST_FUNCTIONS_OF_PROGRAMS = 16
 """The same of a public function, with what finds out whether somebody listens."""
 _MOST_FUNCTIONS_OF_GRAPHS = 60
 """The same where what is played is a graph."""
+_MOST_FUNCTIONS_OF_TRAINING = 130
+"""The same of a forward pass that autograd records, whose implementation is played."""
 _UNTIL_GRAPHS = 40
 
 # Rows; of 20,000 the parts do not fit one kernel behind the product, and the sum is a call of its
@@ -270,6 +272,40 @@ def _played_as_graphs() -> tuple[list[str], dict[str, int]]:
     return wrong, functions
 
 
+def _played_below_autograd() -> tuple[list[str], dict[str, int]]:
+    """As :func:`_played_in_programs`, of forward passes; gradients are compared, too."""
+    wrong, functions, group = [], {}, interlace.group_of()
+
+    def passes(name: str, impl: str, number: int) -> tuple[list[torch.Tensor], list[str]]:
+        x, w = operands_of(1 if impl == "gemv" else 128, number)
+        x.requires_grad_()
+        w.requires_grad_()
+        y, files = entered(lambda: getattr(interlace, name)(x, w, impl=impl))
+        y.backward(torch.full_like(y, 0.5))
+        assert x.grad is not None
+        assert w.grad is not None
+        return [y.detach(), x.grad, w.grad], files
+
+    def operands_of(rows: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+        of_rank = torch.Generator("cuda").manual_seed(10 * seed + dist.get_rank())
+        x = torch.randn(rows, INNER, generator=of_rank, device="cuda").bfloat16()
+        return x, torch.randn(COLUMNS, INNER, generator=of_rank, device="cuda").bfloat16()
+
+    for name in ("gemm_all_reduce", "gemm_reduce_scatter", "gemm_all_to_all", "all_gather_gemm"):
+        impls = ["pushed", "fused", "chunked"] + (["gemv"] if name == "gemm_all_reduce" else [])
+        for impl in impls:
+            for number in range(_UNTIL_GRAPHS):
+                with Listening():
+                    wanted, _ = passes(name, impl, number)
+                found, files = passes(name, impl, number)
+                if not all(map(torch.equal, found, wanted)):
+                    wrong.append(f"{name}, {impl}, turn {number}")
+            if impl in ("pushed", "gemv"):
+                functions[f"{name}, {impl}"] = len(files)
+    group.synchronize()
+    return wrong, functions
+
+
 def _after_an_end() -> list[str]:
     """What happens to calls of a group that was destroyed, with a tape."""
     members, seen = dist.new_group(), []
@@ -308,6 +344,12 @@ def test_graphs_are_played_to_the_same_bits(ranks: Any, world_size: int) -> None
     for wrong, functions in ranks(world_size).run(_played_as_graphs):
         assert not wrong
         assert max(functions.values()) <= _MOST_FUNCTIONS_OF_GRAPHS, functions
+
+
+def test_training_is_played_to_the_same_bits(ranks: Any, world_size: int) -> None:
+    for wrong, functions in ranks(world_size).run(_played_below_autograd):
+        assert not wrong
+        assert max(functions.values()) <= _MOST_FUNCTIONS_OF_TRAINING, functions
 
 
 def test_a_group_that_is_gone_is_refused(ranks: Any, world_size: int) -> None:

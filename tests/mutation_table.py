@@ -756,6 +756,12 @@ MUTANTS = [
     ),
     Mutant(
         "interlace/comm/groups/registration.py",
+        """        tapes.spoil("an operator is called by another")\n""",
+        "",
+        "comm/test_tapes.py::test_what_is_not_known_has_no_tape",
+    ),
+    Mutant(
+        "interlace/comm/groups/registration.py",
         "        if tapes.recorder() is not None:\n            return self._run(*args)\n",
         "",
         "gemm/test_played.py::test_calls_of_compiled_programs_are_played_as_a_whole",

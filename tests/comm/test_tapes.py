@@ -25,6 +25,7 @@ from torch.autograd import forward_ad
 import interlace
 import interlace.operators  # what calls of operators depend on
 from interlace.comm.groups.process_groups import default_group
+from interlace.comm.groups.registration import entrance
 from interlace.comm.replay import recording, tapes
 from interlace.comm.replay.memory import releases
 from interlace.comm.runtime import context as ctx
@@ -410,10 +411,15 @@ def test_what_is_not_known_has_no_tape(doubling: _Doubling) -> None:
     def pair_of_one(x: torch.Tensor) -> Any:
         return tapes.step(twice, x)
 
+    def of_another_operator(x: torch.Tensor) -> Any:
+        rows, options = x.view(1, 3), (torch.float32, "", "unfused", "")
+        entrance("gemm_all_reduce")(rows, rows, None, None, None, *options)
+        return tapes.step(torch.add, x, 1)
+
     numbers: list[int] = []
     for long_way in (
         unknown_tensor, unknown_result, address, unlike, spoiled, incomplete, listed,
-        many_arguments, many_tensors, attempted_late, pair_of_one,
+        many_arguments, many_tensors, attempted_late, pair_of_one, of_another_operator,
     ):  # fmt: skip
         calls = 0
 

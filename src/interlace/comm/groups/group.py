@@ -620,17 +620,6 @@ def recover(group: dist.ProcessGroup | None = None, timeout_s: float | None = No
     group_of(group).recover(timeout_s)
 
 
-__all__ = [
-    "MAX_PROGRAMS",
-    "Answers",
-    "Group",
-    "Workspace",
-    "group_named",
-    "group_of",
-    "solo_group",
-]
-
-
 def _replay_in_tape(
     reference: weakref.ref[Group], form: Hashable, *tensors: torch.Tensor | None
 ) -> Any:
@@ -640,3 +629,14 @@ def _replay_in_tape(
     if group is None or work is None or in_inductors_run():
         return None
     return group._replay(work, operands)
+
+
+__all__ = [
+    "MAX_PROGRAMS",
+    "Answers",
+    "Group",
+    "Workspace",
+    "group_named",
+    "group_of",
+    "solo_group",
+]

@@ -263,6 +263,8 @@ class Entrance:
 
     def __call__(self, *args: Any) -> Any:
         """Call the operator with its schema's arguments, all by position."""
+        # It may say that it is complete, which of the call around it is not true.
+        tapes.spoil("an operator is called by another")
         if is_unobserved() and are_ordinary(args):
             return self.past_dispatcher(*args)
         return self.operator(*args)

@@ -755,6 +755,12 @@ MUTANTS = [
         "comm/test_tapes.py::test_groups_are_told_apart",
     ),
     Mutant(
+        "interlace/comm/host/held_memory.py",
+        "            with contextlib.suppress(OSError):\n                if os.readlink",
+        "            if True:\n                if os.readlink",
+        "comm/test_held_memory.py::test_a_file_that_is_closed_meanwhile_hides_no_record",
+    ),
+    Mutant(
         "interlace/comm/groups/registration.py",
         """        tapes.spoil("an operator is called by another")\n""",
         "",

@@ -56,6 +56,26 @@ def test_it_is_what_operators_hold(ranks: Any) -> None:
         assert last[0] == {}
 
 
+def test_a_file_that_is_closed_meanwhile_hides_no_record() -> None:
+    """The file by which a process lists its own has the least number that is free."""
+    low = os.open(os.devnull, os.O_RDONLY)
+    holder = _Holder()
+    record = held_memory._Record()
+    record.write(holder)
+    os.close(low)
+    assert record._file > low
+    programs = [each for each in running_programs() if each.number == os.getpid()]
+    assert [holder.held()] in [program.held for program in programs]
+    os.close(record._file)
+
+
+class _Holder:
+    """Holds nothing of a group that nobody else has."""
+
+    def held(self) -> HeldMemory:
+        return HeldMemory(3, 5, "alone", {})
+
+
 def test_a_program_is_shown_while_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process of its own, and one that it has forked; what is no record is passed over."""
     text = f"""

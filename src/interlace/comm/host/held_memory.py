@@ -123,11 +123,9 @@ def running_programs() -> Iterator[Program]:
     processes = [process for process in found if process is not None]
     for process in sorted(processes, key=lambda each: (each.start, each.number)):
         folder = Path("/proc") / str(process.number)
-        # Other users' files cannot be listed, and a process may end at any time.
-        with contextlib.suppress(OSError):
-            for link in (folder / "fd").iterdir():
-                if os.readlink(link) != f"/memfd:{_NAME} (deleted)":
-                    continue
+        for link in _records_of(folder):
+            # A process may end at any time.
+            with contextlib.suppress(OSError):
                 identity = link.stat().st_ino
                 held = None if identity in seen else _read(link)
                 seen.add(identity)  # a forked process has its parent's as well
@@ -135,6 +133,18 @@ def running_programs() -> Iterator[Program]:
                     words = (folder / "cmdline").read_bytes().split(b"\0")
                     command = " ".join(word.decode(errors="replace") for word in words).strip()
                     yield Program(process.number, _printable(command), held)
+
+
+def _records_of(folder: Path) -> list[Path]:
+    """Return the open files of a process that are records; none of another user's process."""
+    found = []
+    with contextlib.suppress(OSError):
+        for link in (folder / "fd").iterdir():
+            # Others may be closed meanwhile, as the one is by which this process lists its own.
+            with contextlib.suppress(OSError):
+                if os.readlink(link) == f"/memfd:{_NAME} (deleted)":
+                    found.append(link)
+    return found
 
 
 def _read(link: Path) -> list[HeldMemory] | None:

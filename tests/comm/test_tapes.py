@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import os
 import re
@@ -69,6 +70,18 @@ class _Doubling:
     def repeat(self, *arguments: Any, times: int = _BEFORE) -> None:
         for _ in range(times):
             self.play(*arguments)
+
+    def is_played(self, *arguments: Any) -> bool:
+        """Make a call, and return whether it was played."""
+        before = self.long_ways
+        self.play(*arguments)
+        return self.long_ways == before
+
+    def complete(self) -> None:
+        """Say that the call that is being recorded, if one is, has done nothing but its steps."""
+        recorder = tapes.recorder()
+        if recorder is not None:
+            recorder.complete(self.holder, (), self.failures.append)
 
 
 @pytest.fixture
@@ -268,11 +281,7 @@ def test_what_must_be_so(doubling: _Doubling, monkeypatch: pytest.MonkeyPatch) -
         by_id(has(doubling, "one")),
     ]  # fmt: skip
 
-    def is_played() -> bool:
-        before = doubling.long_ways
-        doubling.play(torch.zeros(3), None)
-        return doubling.long_ways == before
-
+    is_played = functools.partial(doubling.is_played, torch.zeros(3), None)
     doubling.repeat(torch.zeros(3), None)
     assert is_played()
     with torch.no_grad():
@@ -301,11 +310,7 @@ def test_what_is_never_so_again_is_recorded_again(doubling: _Doubling) -> None:
     doubling.conditions = [returns(settings.get, 0)]
     x, y = torch.zeros(3), torch.zeros(3)
 
-    def is_played() -> bool:
-        before = doubling.long_ways
-        doubling.play(x, y)
-        return doubling.long_ways == before
-
+    is_played = functools.partial(doubling.is_played, x, y)
     doubling.repeat(x, y)
     assert is_played()
     # A refusal now and then is no reason.
@@ -477,9 +482,7 @@ def test_a_step_returns_as_many_tensors_as_before(doubling: _Doubling) -> None:
 
     def call(x: torch.Tensor) -> Any:
         found = tapes.step(step, x)
-        recorder = tapes.recorder()
-        if recorder is not None:
-            recorder.complete(doubling.holder, (), doubling.failures.append)
+        doubling.complete()
         return found
 
     play, x = tapes.player(call), torch.zeros(3)
@@ -539,9 +542,7 @@ def test_an_error_before_a_launch_is_told_to_nobody(doubling: _Doubling) -> None
 
     def call(x: torch.Tensor) -> Any:
         y = tapes.step(multiply, x)
-        recorder = tapes.recorder()
-        if recorder is not None:
-            recorder.complete(doubling.holder, (), doubling.failures.append)
+        doubling.complete()
         return y
 
     play = tapes.player(call)

@@ -72,6 +72,8 @@ def candidates(layer: ExpertCalls) -> Candidates:
             {"block_m": 128, "block_n": 128, "block_k": 64, "num_stages": 4, "num_warps": 8},
         ],
     }
+    if layer.shape.tokens > max(TOKENS):
+        changes = {impl: [{}] for impl in changes}  # the others are meant for few tokens
     configurations: dict[str, tuple[str, MixtureOfExpertsConfig]] = {}
     for impl, of_impl in changes.items():
         default = layer.default_config(impl)

@@ -39,6 +39,9 @@ _LEAST_POINTS = 8
 _NEGLIGIBLE = 1e-4
 """Smaller factors are left out."""
 
+_AS_GOOD = 1e-9
+"""Relative difference of sums of squares that rounding explains."""
+
 _ROUNDS, _LEAST_RATIO = 6, 0.05
 """Rounds of the fit, and the least fraction of a measured time that a round may predict."""
 
@@ -170,8 +173,9 @@ def least_squares(
 ) -> npt.NDArray[np.float64]:
     """Return the factors, none negative, by which the columns come closest to the values.
 
-    Of the subsets of columns whose unconstrained factors are not negative, the best is the answer.
-    With eight columns there are 255 subsets.
+    Of the subsets of columns whose unconstrained factors are not negative, the best is the answer,
+    and of those that are as good the smallest: columns that values do not tell apart must not share
+    a factor, as elsewhere they differ. With eight columns there are 255 subsets.
     """
     columns = matrix.shape[1]
     best, least = np.zeros(columns), math.inf
@@ -181,7 +185,7 @@ def least_squares(
             if (factors < 0).any():
                 continue
             error = float(np.sum((matrix[:, subset] @ factors - values) ** 2))
-            if error < least:
+            if error < least * (1 - _AS_GOOD):
                 least, best = error, np.zeros(columns)
                 best[list(subset)] = factors
     return best

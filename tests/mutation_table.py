@@ -630,6 +630,20 @@ MUTANTS = [
     ),
     Mutant(
         "interlace/comm/replay/replays.py",
+        "nbytes <= self.largest or self.kept + nbytes",
+        "self.kept + nbytes",
+        "comm/test_recall.py"
+        "::test_graphs_keep_a_share_of_memory_for_what_calls_take_for_themselves",
+    ),
+    Mutant(
+        "interlace/comm/replay/replays.py",
+        "                kept.add(temporary_bytes)\n",
+        "                pass\n",
+        "comm/test_recall.py"
+        "::test_graphs_keep_a_share_of_memory_for_what_calls_take_for_themselves",
+    ),
+    Mutant(
+        "interlace/comm/replay/replays.py",
         "if tapes.recorder() is not None:",
         "if False:",
         "comm/test_recall.py::test_a_call_that_is_recorded_is_to_become_no_graph",

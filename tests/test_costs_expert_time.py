@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
+import json
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,13 +15,17 @@ import torch
 
 from benchmarks import profile_fit
 from interlace.bench import machine_profile
+from interlace.costs.datasheets import DATASHEETS
 from interlace.costs.known_profiles import profile_of
 from interlace.costs.mixture_of_experts import ExpertsCall
+from interlace.costs.time import MachineProfile
 from interlace.operators.mixture_of_experts import choice
 from interlace.operators.mixture_of_experts.config import MixtureOfExpertsConfig, untuned_config
 from interlace.operators.mixture_of_experts.layout import ExpertSizes
+from interlace.registry import operator_named
 from interlace.tuning.choice import Choice
 
+RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 H200 = profile_of("NVIDIA H200")
 OPERATOR = "mixture_of_experts"
 MIXTRAL = ExpertsCall(tokens=16, hidden=4096, ffn=14336, experts=8, top_k=2, world_size=2)
@@ -130,6 +137,48 @@ def _times(
     sizes = ExpertSizes(tokens, top_k, 8, 4096, 14336, 2, capacity)
     terms = choice.ExpertTerms(sizes, torch.bfloat16, "cuda", keeps)
     return choice.predicted_times(profile, terms)
+
+
+def _predicted(profile: MachineProfile, call: ExpertsCall) -> dict[str, float]:
+    times_us = {
+        each.name: profile.predict_us(
+            OPERATOR, each.name, call, each.schedule, choice.tile_of(each.name, call)
+        )
+        for each in operator_named(OPERATOR).implementations
+    }
+    return {name: us for name, us in times_us.items() if us is not None}
+
+
+def test_auto_takes_the_fastest_of_all_measured_calls() -> None:
+    """Of few tokens ``decode``, of many ``fused``; also by the compositions alone."""
+    documents = [
+        json.loads((RESULTS / name).read_text()) for name in H200.results if OPERATOR in name
+    ]
+    measured: dict[ExpertsCall, dict[str, float]] = {}
+    for point in machine_profile.points_of(documents):
+        if isinstance(point.call, ExpertsCall):
+            measured.setdefault(point.call, {})[point.implementation] = point.us
+    compared = {call: times for call, times in measured.items() if len(times) == 3}
+    assert len(compared) == 27
+    for profile, most in ((H200, 1.01), (dataclasses.replace(H200, corrections={}), 1.07)):
+        for call, times_us in compared.items():
+            predicted_us = _predicted(profile, call)
+            chosen = min(predicted_us, key=predicted_us.__getitem__)
+            assert times_us[chosen] <= most * min(times_us.values()), (call, chosen)
+
+
+@pytest.mark.parametrize("gpu", ["NVIDIA H200", "NVIDIA H100 80GB HBM3"])
+@pytest.mark.parametrize("sizes", [(2048, 768, 128, 8), (4096, 14336, 8, 2), (7168, 2048, 64, 8)])
+def test_no_prediction_is_faster_than_tensor_cores(
+    gpu: str, sizes: tuple[int, int, int, int]
+) -> None:
+    """A fit to few tokens alone said of many that they take a third of it."""
+    hidden, ffn, experts, top_k = sizes
+    for tokens, ranks in itertools.product((256, 1024, 4096, 16384), (1, 2, 4)):
+        call = ExpertsCall(tokens, hidden, ffn, experts, top_k, ranks)
+        flops = 6 * tokens * top_k * hidden * ffn
+        for name, us in _predicted(profile_of(gpu), call).items():
+            assert us > flops / (DATASHEETS[gpu].tera_flops * 1e6), (name, call)
 
 
 def test_slots_beyond_the_number_of_experts_are_empty() -> None:

@@ -253,6 +253,13 @@ def test_least_squares_are_not_negative() -> None:
     assert factors[3] == 0
 
 
+def test_least_squares_do_not_share_out_what_columns_have_in_common() -> None:
+    column = np.random.default_rng(2).random((50, 1))
+    alike = np.hstack((column, column, column * (1 + 1e-15)))
+    factors = profile_fit.least_squares(alike, 0.9 * column[:, 0])
+    assert sorted(factors) == pytest.approx([0, 0, 0.9])
+
+
 def test_a_fit_finds_the_compositions_that_made_the_times() -> None:
     made = {"fixed": 10.0, "product": 0.9, "link": 0.5}
     profile = dataclasses.replace(

@@ -501,5 +501,8 @@ def test_embedding_results_make_tables_and_entries(tmp_path: Path) -> None:
     assert report.shape(found) == named["shape"]
     assert "| shape a rank |" in markdown([{"machine": MACHINE, "results": [found]}])
     assert report.summarise(found).hidden_percent == 100.0
+    # On one rank.
+    measured["NCCL alone"]["median_us"] = 0.0
+    assert math.isnan(report.summarise(found).hidden_percent)
     table = tuned.merge(None, "embedding_all_to_all", MACHINE, [tuned.entry(found)])
     assert {name: table["entries"][0][name] for name in sizes} == sizes

@@ -17,6 +17,7 @@ from interlace.comm.groups.group import Group
 from interlace.comm.replay import replays, tapes
 from interlace.comm.replay.deferred import DeferredCall, New
 from interlace.comm.replay.memory import releases
+from interlace.comm.replay.replays import KeptMemory
 from interlace.comm.runtime import context as ctx
 from interlace.comm.runtime.streams import launches
 
@@ -137,13 +138,28 @@ def test_memory_that_is_never_the_same_is_no_graph(group: Group) -> None:
     assert all(y.tolist() == [2] * 4 for y in kept)
 
 
-def test_what_takes_much_memory_for_itself_is_no_graph(group: Group) -> None:
-    """It would keep the memory."""
-    double, x = _Doubling(group), torch.ones(4)
-    for _ in range(5):
-        assert double(x, temporary_bytes=1 << 28).tolist() == [2] * 4
-    assert double.done == ["long"] * 5
-    assert len(group.replays) == 0
+@pytest.mark.parametrize(
+    ("sizes", "graphs", "kept"),
+    [
+        ((60, 30, 60), [60, 30, 60], 60),
+        ((60, 41, 61), [60, 41], 60),
+        ((30, 60, 70, 10, 0), [30, 60, 10, 0], 90),
+        ((101, 0, 100), [0, 100], 100),
+    ],
+)
+def test_graphs_keep_a_share_of_memory_for_what_calls_take_for_themselves(
+    group: Group, monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...], graphs: list[int],
+    kept: int,
+) -> None:  # fmt: skip
+    """A call that takes no more of it than one before finds it there."""
+    memory = KeptMemory(most=100)
+    monkeypatch.setattr(replays, "_kept_memory", lambda device: memory)
+    calls = [(_Doubling(group), torch.ones(4), nbytes) for nbytes in sizes]
+    for double, x, nbytes in calls:
+        for _ in range(4):
+            assert double(x, temporary_bytes=nbytes).tolist() == [2] * 4
+    assert [nbytes for double, _, nbytes in calls if double.done[-1] == "recalled"] == graphs
+    assert memory.kept == kept
 
 
 def test_work_on_copies_of_operands_is_not_remembered(group: Group) -> None:

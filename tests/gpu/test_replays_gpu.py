@@ -572,8 +572,8 @@ def test_memory_that_torch_returns_and_gets_again(ranks: Any, world_size: int) -
         assert again, "no memory came again; the test must make it"
 
 
-def test_a_program_that_never_settles(ranks: Any, world_size: int, turns: Any) -> None:
-    for graphs, more, grown in ranks(world_size).run(_moving, turns(1600)):
+def test_a_program_that_never_settles(ranks: Any, world_size: int, own_gpus: None) -> None:
+    for graphs, more, grown in ranks(world_size).run(_moving, 1600):
         assert 200 < graphs <= 256
         assert more <= 256 - graphs
         assert grown == 0

@@ -100,9 +100,10 @@ class Summary:
     def hidden_percent(self) -> float:
         """The percentage of the communication's own time that disappears behind the compute.
 
-        NaN if communication alone was not measured.
+        NaN if communication alone was not measured, or takes no time, as on one rank.
         """
-        return 100 * (1 - (self.fused_us - self.compute[1]) / self.communication[1])
+        exposed_us, communication_us = self.fused_us - self.compute[1], self.communication[1]
+        return 100 * (1 - exposed_us / communication_us) if communication_us else math.nan
 
 
 def summarise(result: Result) -> Summary:

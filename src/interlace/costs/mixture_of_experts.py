@@ -347,7 +347,16 @@ STOCK_TILE = (128, 128)
 """Rows and columns that the tiles of the library's grouped products are taken to have."""
 
 
-_FLOAT8_DECODING = 2.2, 1.1
+_LARGE_TILE = 128 * 256
+
+_DECODING = 2.1, 0.87
+"""How much longer the products of decoding compute than tiles of that size do elsewhere, and how
+much less of it there is where a tile has 128 x 256 elements, as they are made for few rows: 1.7
+times with 64 x 128 elements, 1.4 with 160 x 128 and 1.1 with 128 x 256, times the factor that is
+fitted to ``product`` (three layers of 64 to 4096 tokens on one H200, decision 0022).
+"""
+
+_FLOAT8_DECODING = 2.5, 1.1
 """How much longer the products of decoding compute, and read weights, where these are float8. With
 these the faster of ``decode`` and ``fused`` is taken, or one within 1 %, in 18 calls of three
 layers of 8 to 512 tokens on an H200: ``decode`` up to some 16 rows an expert (decision 0031).
@@ -440,9 +449,13 @@ class ExpertsCall:
             math.ceil(tiles / profile.processors) * profile.tile_us(block_m, block_n, inner, flops)
             for tiles, inner in ((first, self.hidden), (second, self.ffn))
         )
-        if self.is_float8 and schedule == "by_token":
-            compute *= _FLOAT8_DECODING[0]
-            memory *= _FLOAT8_DECODING[1]
+        if schedule == "by_token":
+            if self.is_float8:
+                compute *= _FLOAT8_DECODING[0]
+                memory *= _FLOAT8_DECODING[1]
+            else:
+                slowest, gain = _DECODING
+                compute *= slowest - gain * min(1.0, block_m * block_n / _LARGE_TILE)
         product = max(compute, memory)
         return {
             "fixed": 1.0,

@@ -16,7 +16,9 @@ import torch.nn.functional as F
 
 import interlace
 from interlace.comm import Group
+from interlace.comm.replay import replays
 from interlace.comm.replay.deferred import New
+from interlace.comm.replay.replays import KeptMemory
 from interlace.costs import find_cost
 from interlace.operators import linear_top_k
 from interlace.operators.linear_top_k.call import TopKCall, known_call
@@ -191,6 +193,7 @@ def _made_again(impl: str, k: int) -> list[Any]:
             (torch.cuda, "is_current_stream_capturing", lambda: False),
             (group.replays, "is_enabled", True),
             (group.replays, "_capture", _Graph),
+            (replays, "_kept_memory", lambda _: KeptMemory(1 << 20)),
             (group.streams, "continues", lambda: True),
         ):
             stack.enter_context(mock.patch.object(target, name, value))

@@ -43,7 +43,7 @@ from interlace.errors import BackendError
 
 _MAX_GRAPHS = 256
 _MAX_CANDIDATES = 4096  # calls that came once and are captured when they come again
-_MOST_TEMPORARY_BYTES = 1 << 27  # of a call that may become a graph
+_MEMORY_SHARE = 64  # of a GPU's memory, what all graphs' calls may keep for themselves: a 64th
 _MAX_REMEMBERED = 4096  # calls whose work is found by their operands alone
 _IDLE_RUNS = 16 * _MAX_GRAPHS  # runs of other calls after which a graph may make room
 _FIRST_TRY = _TRIES = 8  # among calls with the same operands, what may become a graph
@@ -174,8 +174,12 @@ class Replays:
         full = self._key(key, with_libraries, copied) if self.may_replay() else None
         return self._run(full, enqueue)
 
-    def _run(self, key: Hashable | None, enqueue: Callable[[], None]) -> bool:
-        """Enqueue work as :meth:`run` does, given its whole key; None for work that is no graph."""
+    def _run(
+        self, key: Hashable | None, enqueue: Callable[[], None], temporary_bytes: int = 0
+    ) -> bool:
+        """Enqueue work as :meth:`run` does, given its whole key, or None for work that is no graph,
+        and the bytes that a graph of it would keep for itself.
+        """
         if key is None:
             enqueue()
             return True
@@ -187,7 +191,8 @@ class Replays:
             if tables is None:
                 self._enqueue_candidate(key, enqueue)
                 return True
-            if not self._has_room():
+            kept = _kept_memory(self._device) if temporary_bytes else None
+            if not ((kept is None or kept.has_room(temporary_bytes)) and self._has_room()):
                 enqueue()
                 return True
             try:
@@ -197,6 +202,8 @@ class Replays:
                     raise
                 enqueue()
                 return True
+            if kept is not None:
+                kept.add(temporary_bytes)
             replayable = self._graphs[key] = _Replayable(graph, 0, tables)
         self._launch(replayable)
         return is_new
@@ -228,14 +235,10 @@ class Replays:
                 operands and its numbers. Nothing else may decide what ranks run until
                 :meth:`forget`. None for a call that is not to be found.
         """
-        if work.temporary_bytes > _MOST_TEMPORARY_BYTES:
-            # The GPU takes longer for so much than the host to enqueue it.
-            enqueue()
-            return True
         # Before the work is enqueued, which may move on what it depends on.
         place = self._place(work, memory) if self.may_replay() else None
         key = None if place is None else (work.key, place)
-        is_enqueued = self._run(key, enqueue)
+        is_enqueued = self._run(key, enqueue, work.temporary_bytes)
         if operands is not None and work.is_of_operands:
             replayable = self._graphs.get(key)
             if replayable is not None:
@@ -488,6 +491,41 @@ def _recorder(device: torch.device) -> _Recorder:
     behind with each group that goes.
     """
     return _Recorder(device)
+
+
+@dataclasses.dataclass
+class KeptMemory:
+    """Count what graphs of one pool keep for what their calls take for themselves.
+
+    Such memory is free again when the call ends, within the pool: a call that takes no more of it
+    than one before finds it there, and one that takes more finds none that is large enough.
+
+    Attributes:
+        most: Bytes that may be kept.
+        kept: Bytes that are.
+        largest: Bytes that the largest call takes.
+    """
+
+    most: int
+    kept: int = 0
+    largest: int = 0
+
+    def has_room(self, nbytes: int) -> bool:
+        """Return whether a graph of a call that takes ``nbytes`` for itself may be made."""
+        return nbytes <= self.largest or self.kept + nbytes <= self.most
+
+    def add(self, nbytes: int) -> None:
+        """Count the graph of a call that takes ``nbytes`` for itself."""
+        if nbytes > self.largest:
+            self.kept += nbytes
+            self.largest = nbytes
+
+
+@functools.cache
+def _kept_memory(device: torch.device) -> KeptMemory:
+    """Return what is counted of a GPU's pool, which all groups' graphs share."""
+    total: int = torch.cuda.get_device_properties(device).total_memory
+    return KeptMemory(total // _MEMORY_SHARE)
 
 
 @contextlib.contextmanager

@@ -353,7 +353,7 @@ def _temporary_bytes(call: EmbeddingCall) -> int:
     """
     lookups = call.indices.shape[0]
     width, _ = lanes_of(call.layout.widths[call.rank])
-    return 96 * lookups + 4 * width * _slots(call)
+    return 72 * lookups + 4 * width * _slots(call)
 
 
 def _slots(call: EmbeddingCall) -> int:

@@ -121,6 +121,7 @@ def sort_lookups(call: EmbeddingCall, rows: Sequence[int]) -> Sorted:
         sorted_scale=sorted_scale,
         begins=begins,
     )
+    del bags, order, lengths, numbers  # their memory is used again
     segments_begun = begins.cumsum(0, dtype=torch.int32)
     segments, runs = (
         torch.full([count + 1], count, dtype=torch.int32, device=device) for _ in range(2)

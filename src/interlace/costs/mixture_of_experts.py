@@ -348,18 +348,19 @@ STOCK_TILE = (128, 128)
 
 
 _LARGE_TILE = 128 * 256
+"""Elements of a tile of :data:`_DECODING`."""
 
 _DECODING = 2.1, 0.87
-"""How much longer the products of decoding compute than tiles of that size do elsewhere, and how
-much less of it there is where a tile has 128 x 256 elements, as they are made for few rows: 1.7
-times with 64 x 128 elements, 1.4 with 160 x 128 and 1.1 with 128 x 256, times the factor that is
-fitted to ``product`` (three layers of 64 to 4096 tokens on one H200, decision 0022).
+"""How much longer the products of decoding compute than tiles of their size do elsewhere, as they
+are made for few rows, and how much less of it there is with tiles of 128 x 256. With the factor
+that is fitted to ``product``: 1.7 times with tiles of 64 x 128, 1.4 with 160 x 128 and 1.1 with
+128 x 256 (three layers of 64 to 4096 tokens on one H200, decision 0022).
 """
 
 _FLOAT8_DECODING = 2.5, 1.1
 """How much longer the products of decoding compute, and read weights, where these are float8. With
-these the faster of ``decode`` and ``fused`` is taken, or one within 1 %, in 18 calls of three
-layers of 8 to 512 tokens on an H200: ``decode`` up to some 16 rows an expert (decision 0031).
+these the faster of ``decode`` and ``fused`` is taken, or one within 1 %, in 42 calls of four layers
+of 1 to 512 tokens on one and two H200s: ``decode`` up to some 16 rows an expert (decision 0031).
 """
 
 

@@ -213,10 +213,13 @@ def padded_columns(columns: int, dtype: torch.dtype) -> int:
 
 
 def without_padding(y: torch.Tensor, columns: int) -> torch.Tensor:
-    """Return the first columns of a result ``[rows, padded columns]``, contiguous: itself where
-    there are no others.
+    """Return the first columns of a result ``[rows, padded columns]``: itself where there are no
+    others, else a copy, also of one row, as a view could not be changed in place by what autograd
+    records.
     """
-    return y if y.shape[1] == columns else y[:, :columns].contiguous()
+    if y.shape[1] == columns:
+        return y
+    return y[:, :columns].clone(memory_format=torch.contiguous_format)
 
 
 def row_stride(matrix: torch.Tensor, dimension: int = 1) -> int:
@@ -322,7 +325,7 @@ def _run_into_peers_again(
 
 def _output_rows(output: Output, y: torch.Tensor, *, columns: int) -> torch.Tensor:
     """Return the result ``[rows, columns]`` in a buffer, or copied from one that is not lent."""
-    return kept(output, y[:, :columns]).contiguous()
+    return kept(output, y) if y.shape[1] == columns else without_padding(y, columns)
 
 
 @dataclasses.dataclass(frozen=True)

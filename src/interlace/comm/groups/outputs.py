@@ -26,7 +26,7 @@ from interlace.comm.host.health import Health
 from interlace.comm.host.members import Members
 from interlace.comm.replay.memory import Block
 from interlace.comm.replay.replays import Replays
-from interlace.comm.runtime.dlpack import bytes_at, view_as
+from interlace.comm.runtime.dlpack import bytes_at
 from interlace.comm.runtime.ordinary import in_inductors_run
 from interlace.comm.runtime.streams import Streams
 
@@ -105,14 +105,16 @@ class Output:
     ) -> torch.Tensor:
         """Return a tensor ``[*shape]`` of ``dtype`` over the buffer.
 
-        The buffer is free again when the last view of the tensor is gone.
+        The buffer is free again when the last view of the tensor is gone. The tensor itself is no
+        view: one that is made where nothing is recorded could not be changed in place by what is.
         """
         nbytes = math.prod(shape) * dtype.itemsize
         owner: object = self._space.block
         if self.lent:
             owner = _Lease(self._space, self.destination.own_index)
         raw = bytes_at(self.local_address, (nbytes,), (1,), device, owner)
-        return view_as(raw, shape, dtype)
+        whole = torch.empty(0, dtype=dtype, device=device)
+        return whole.set_(raw.untyped_storage(), 0, tuple(shape), ())
 
 
 def taking_output(

@@ -98,7 +98,9 @@ def _results(
     product = launch.without_padding(y, columns)
     if not gather:
         return product, gathered.new_empty(0, inner)
-    return product, kept(output, gathered[:, :inner]).contiguous()
+    is_whole = gathered.shape[1] == inner
+    rows = kept(output, gathered) if is_whole else launch.without_padding(gathered, inner)
+    return product, rows
 
 
 def _where(output: Output, gathered: torch.Tensor, y: torch.Tensor) -> tuple[Any, ...]:

@@ -51,15 +51,19 @@ def is_alone(group: dist.ProcessGroup | None) -> bool:
 
 def exchange_rows(
     rows: torch.Tensor,
-    input_splits: Sequence[int],
-    output_splits: Sequence[int],
+    input_splits: Sequence[int] | None,
+    output_splits: Sequence[int] | None,
     group: dist.ProcessGroup | None,
 ) -> torch.Tensor:
     """Run an all-to-all: ``input_splits[d]`` rows go to rank d, ``output_splits[s]`` rows come from
-    rank s.
+    rank s; without lists, as many to and from each.
     """
     if is_alone(group):
         return rows
+    if input_splits is None or output_splits is None:
+        received = torch.empty_like(rows, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(received, rows.contiguous(), group=group)
+        return received
     received = rows.new_empty(sum(output_splits), rows.shape[1])
     dist.all_to_all_single(
         received, rows.contiguous(), list(output_splits), list(input_splits), group=group

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from interlace.comm import process_group_named, rank_and_size
+from interlace.comm.groups.group import known_group
 from interlace.errors import ArgumentError
 from interlace.units import ceil_div
 
@@ -12,6 +15,15 @@ from interlace.units import ceil_div
 def rank_in(group_name: str) -> tuple[int, int]:
     """Return this process's rank in the named group, and the group's size. Nothing is sent."""
     return rank_and_size(process_group_named(group_name))
+
+
+def ranks_of(group_name: str, device: torch.device) -> int:
+    """Return the size of the named group, whose ranks have made a call on this device, or not:
+    then torch is asked, which takes the host longer. Nothing is sent.
+    """
+    process_group = process_group_named(group_name)
+    group = known_group(process_group, device)
+    return rank_and_size(process_group)[1] if group is None else group.world_size
 
 
 def balanced(rows: int, world_size: int) -> list[int]:

@@ -35,7 +35,7 @@ from interlace.gemm.sequence import (
     no_memory,
     run,
 )
-from interlace.gemm.splits import check_sum, rank_in, validate_list
+from interlace.gemm.splits import check_sum, rank_in, ranks_of, validate_list
 from interlace.operators.all_to_all_gemm import fused, reference
 from interlace.operators.all_to_all_gemm.fused import AllToAllGemmConfig as AllToAllGemmConfig
 from interlace.registry import Implementation, operator
@@ -341,7 +341,7 @@ def _fake(
 def _set_up_backward(ctx: Any, inputs: tuple[Any, ...], output: Pair) -> None:
     x, w, bias, column_splits, ctx.splits, gather, ctx.group_name, ctx.impl, _ = inputs
     gathered = output[1]
-    ctx.columns = _columns(x, column_splits, rank_in(ctx.group_name)[1])
+    ctx.columns = _columns(x, column_splits, ranks_of(ctx.group_name, x.device))
     if ctx.needs_input_grad[1] and not gather:
         raise ArgumentError(f"{NAME}: gather must be True where w requires a gradient; got False.")
     ctx.mark_non_differentiable(gathered)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from interlace.gemm.operands import Operands
-from interlace.gemm.reference import exchange_rows, is_alone, product
+from interlace.gemm.reference import exchange_rows, product
 
 
 def gemm_all_to_all(
@@ -30,7 +30,4 @@ def send_back(
     group: dist.ProcessGroup | None,
 ) -> torch.Tensor:
     """Send every row back to the rank that it came from: the transpose of the all-to-all."""
-    if input_splits is None or output_splits is None:
-        ranks = 1 if is_alone(group) else dist.get_world_size(group)
-        input_splits = output_splits = [len(grad) // ranks] * ranks
     return exchange_rows(grad, output_splits, input_splits, group)

@@ -38,7 +38,7 @@ from interlace.gemm.sequence import (
     validate_ranges,
 )
 from interlace.gemm.sequence import qkv_column_ranges as qkv_column_ranges
-from interlace.gemm.splits import balanced, check_sum, rank_in, validate_list
+from interlace.gemm.splits import balanced, check_sum, rank_in, ranks_of, validate_list
 from interlace.operators.gemm_all_to_all_columns import fused, reference
 from interlace.operators.gemm_all_to_all_columns.layout import segments_of
 from interlace.registry import Implementation, operator
@@ -308,7 +308,7 @@ def _fake(
 
 def _set_up_backward(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     x, w, bias, column_ranges, ctx.splits, ctx.group_name, ctx.impl, _ = inputs
-    ctx.by_rank = _columns(w, column_ranges, rank_in(ctx.group_name)[1])
+    ctx.by_rank = _columns(w, column_ranges, ranks_of(ctx.group_name, x.device))
     ctx.columns, ctx.has_bias, ctx.rows = len(w), bias is not None, len(x)
     # The weight also where x needs no gradient: ranks exchange in either case.
     ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, w)

@@ -21,7 +21,7 @@ from interlace.gemm.implementations.refusals import needs
 from interlace.gemm.implementations.stock import ASYNC_REDUCE_SCATTER
 from interlace.gemm.implementations.unfused import UNFUSED
 from interlace.gemm.operator import GemmOperator, Splits
-from interlace.gemm.splits import balanced, balanced_rows, check_sum, rank_in
+from interlace.gemm.splits import balanced, balanced_rows, check_sum, ranks_of
 from interlace.operators.gemm_reduce_scatter import chunked, fused, reference
 from interlace.registry import Implementation, operator
 
@@ -81,9 +81,13 @@ class GemmReduceScatter(GemmOperator):
         x, w, bias, _, _, splits, _, ctx.group_name, impl, _ = inputs
         # The gradient's operator has no product whose output could be the peers' memory.
         ctx.impl = impl if impl in (*self.choosers, "fused", "chunked", "unfused") else "auto"
-        # The all-gather of the backward pass needs the rows of every rank, as they were divided.
-        ranks = rank_in(ctx.group_name)[1]
-        ctx.splits = balanced(x.shape[0], ranks) if splits is None else splits
+        # The all-gather of the backward pass needs the rows of every rank, as they were divided. It
+        # takes equal ones without a list, and finds such a call when it comes again.
+        ranks = ranks_of(ctx.group_name, x.device)
+        rows = x.shape[0]
+        if splits is None and not (isinstance(rows, int) and rows % ranks == 0):
+            splits = balanced(rows, ranks)
+        ctx.splits = splits
         ctx.has_bias = bias is not None
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, w)
 

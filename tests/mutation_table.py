@@ -643,6 +643,45 @@ MUTANTS = [
         "::test_graphs_keep_a_share_of_memory_for_what_calls_take_for_themselves",
     ),
     Mutant(
+        "interlace/gemm/launch.py",
+        "return y[:, :columns].clone(memory_format=torch.contiguous_format)",
+        "return y[:, :columns].contiguous()",
+        "operators/test_in_place.py::test_what_is_recorded_changes_results_of_what_is_not"
+        "[gemm_reduce_scatter]",
+    ),
+    Mutant(
+        "interlace/operators/gemm_reduce_scatter/__init__.py",
+        "if splits is None and not (isinstance(rows, int) and rows % ranks == 0):",
+        "if splits is None:",
+        "operators/gemm_reduce_scatter/test_gradient.py"
+        "::test_equal_rows_are_gathered_without_a_list[6-None]",
+    ),
+    Mutant(
+        "interlace/comm/groups/registration.py",
+        "if operand.get_device() != x.get_device():",
+        "if False:",
+        "comm/test_entrance.py"
+        "::test_an_operand_on_another_gpu_is_no_reason_to_look_for_an_earlier_call",
+    ),
+    Mutant(
+        "interlace/comm/replay/tapes.py",
+        'around.spoil("a call is made within another")',
+        "pass",
+        "comm/test_tapes.py::test_a_call_within_another_spoils_its_recording",
+    ),
+    Mutant(
+        "interlace/comm/replay/player.c",
+        "numbers[4] = (int32_t)dims;",
+        "numbers[4] = 0;",
+        "comm/test_tapes.py::test_a_tensor_is_not_taken_for_one_of_other_dimensions_and_options",
+    ),
+    Mutant(
+        "interlace/gemm/schema.py",
+        "if (x_scale is None) is not (w_scale is None):",
+        "if False:",
+        "gemm/test_played.py::test_what_is_not_valid_is_refused_behind_a_call_that_was",
+    ),
+    Mutant(
         "interlace/comm/replay/replays.py",
         "if tapes.recorder() is not None:",
         "if False:",

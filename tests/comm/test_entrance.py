@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import interlace
+from interlace.comm.groups import registration
 
 _DISPATCHER = Path(torch._ops.__file__)
 
@@ -122,6 +123,21 @@ def test_arguments_are_refused_again_after_the_same_call_was_valid():
             interlace.gemm_reduce_scatter(x, None, impl="unfused")  # type: ignore[arg-type]
         with pytest.raises(interlace.ArgumentError, match="dense"):
             interlace.gemm_reduce_scatter(x, w.to_sparse(), impl="unfused")
+
+
+def test_an_operand_on_another_gpu_is_no_reason_to_look_for_an_earlier_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What such a call is known by has no devices, so that one is refused by the long way."""
+    (x, w), gpus = _operands(), {}
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda tensor: gpus.get(id(tensor), 0))
+    monkeypatch.setattr(registration, "known_group", lambda *_: "a group")
+    assert registration.recalling_group(None, x, w, None) == "a group"
+    gpus[id(w)] = 1
+    assert registration.recalling_group(None, x, w, None) is None
+    gpus[id(x)] = 1
+    assert registration.recalling_group(None, x, w, None) == "a group"
 
 
 def test_inductors_programs_go_past_the_dispatcher_unless_something_listens():

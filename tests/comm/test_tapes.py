@@ -12,6 +12,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -125,6 +126,25 @@ def test_another_call_is_not_played(doubling: _Doubling, other: tuple[Any, ...])
     total, _ = doubling.play(*other)
     assert doubling.long_ways == _BEFORE + 1
     assert total.dtype == other[0].dtype
+
+
+def test_a_tensor_is_not_taken_for_one_of_other_dimensions_and_options(
+    doubling: _Doubling,
+) -> None:
+    """Strides of dimensions of one element may be any numbers, even those that say the same."""
+    seen: list[torch.Size] = []
+
+    def call(x: torch.Tensor, *_: Any) -> torch.Tensor:
+        seen.append(x.shape)
+        doubling.complete()
+        return x
+
+    play, memory = tapes.player(call), torch.zeros(100)
+    stride = int.from_bytes(b"eeeeeeei", "little")  # seven empty lists, and that a number follows
+    for _ in range(_BEFORE + 1):
+        play(memory.as_strided((1, 100), (stride, 1)))
+    play(memory.as_strided((1,), (ord("d") << 56,)), *7 * [[]], 1)
+    assert seen == [*_BEFORE * [(1, 100)], (1,)]
 
 
 @pytest.mark.parametrize(
@@ -443,6 +463,39 @@ def test_what_is_not_known_has_no_tape(doubling: _Doubling) -> None:
         assert calls == 40, long_way.__name__
 
 
+def test_a_call_within_another_spoils_its_recording(doubling: _Doubling) -> None:
+    """As in a finalizer, which may run anywhere: what comes behind it would not be noted."""
+    inner = tapes.player(lambda x: tapes.step(torch.add, x, 1))
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        y = tapes.step(torch.mul, x, 2)
+        doubling.complete()
+        inner(x)
+        assert tapes.step(torch.Tensor.add_, y, 5) is y
+        return y
+
+    play = tapes.player(call)
+    for _ in range(3 * _BEFORE):
+        assert play(torch.ones(3)).tolist() == [7, 7, 7]
+
+
+def test_what_ends_before_a_call_is_recorded_leaves_no_recording(
+    doubling: _Doubling, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt() -> Any:
+        raise KeyboardInterrupt
+
+    x = torch.zeros(3)
+    doubling.play(x, None)
+    with monkeypatch.context() as patch:
+        patch.setattr(tapes, "_asked", [interrupt])
+        with pytest.raises(KeyboardInterrupt):
+            doubling.play(x, None)
+    assert tapes.recorder() is None
+    doubling.repeat(x, None, times=3 * _BEFORE)
+    assert doubling.is_played(x, None)
+
+
 def test_an_attempt_that_does_nothing_takes_the_long_way(doubling: _Doubling) -> None:
     known, long_ways = [0.0], []
 
@@ -596,6 +649,18 @@ def test_a_tape_goes_with_its_holder() -> None:
         play(torch.zeros(3))  # the long way, which has nothing to add any more
 
 
+def test_what_is_gone_at_the_end_of_a_call_has_no_tape(doubling: _Doubling) -> None:
+    def call(x: torch.Tensor) -> torch.Tensor:
+        doubling.holder = _Holder()
+        doubling.complete()
+        del doubling.holder
+        return tapes.step(torch.add, x, 1)
+
+    play = tapes.player(call)
+    for _ in range(3 * _BEFORE):
+        assert play(torch.zeros(3)).tolist() == [1, 1, 1]
+
+
 def test_a_tape_may_be_forgotten_while_it_is_played(doubling: _Doubling) -> None:
     doubling.launch = lambda *_: tapes.forget(doubling.holder)
     doubling.repeat(torch.zeros(3), torch.ones(3))
@@ -624,6 +689,30 @@ def test_what_goes_with_a_tape_may_forget_it_once_more(doubling: _Doubling) -> N
     gc.collect()
     tapes.forget(doubling.holder)
     doubling.repeat(torch.zeros(3), None)
+
+
+def test_tapes_are_forgotten_while_another_thread_records(doubling: _Doubling) -> None:
+    is_done, failures = threading.Event(), []
+
+    def forget() -> None:
+        while not is_done.is_set():
+            try:
+                tapes.forget(doubling.holder)
+            except RuntimeError as error:
+                failures.append(error)
+
+    thread, interval = threading.Thread(target=forget), sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    thread.start()
+    try:
+        for number in range(3000):
+            x = torch.full((3,), float(number))
+            assert doubling.play(x, None, number % 7)[0][0] == 2 * number
+    finally:
+        is_done.set()
+        thread.join()
+        sys.setswitchinterval(interval)
+    assert failures == []
 
 
 def test_many_kinds_of_calls_do_not_pile_up(doubling: _Doubling) -> None:
@@ -789,3 +878,36 @@ def test_a_group_plays_calls_only_as_they_were_recorded(ranks: Any) -> None:
         played = {name for name, is_played in seen.items() if is_played}
         assert played == {"at first", "behind it", "recorded again"}
         assert len(seen) == 22
+
+
+def _kept_behind_process_group() -> tuple[bool, bool]:
+    """Whether what a tape keeps is there, and whether it still is when the process group is gone
+    and its :class:`Group` is not: another process group may lie where that was, with its name.
+    """
+    members = dist.new_group()
+    group, one = interlace.group_of(members, device="cpu"), [torch.ones(3)]
+    kept = weakref.ref(one[0])
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        tapes.keep(one[0])
+        y = tapes.step(torch.add, x, one[0])
+        recorder = tapes.recorder()
+        if recorder is not None:
+            recorder.complete(group.replays, (), lambda _: None)
+        return y
+
+    play = tapes.player(call)
+    for _ in range(_BEFORE):
+        play(torch.zeros(3))
+    one.clear()
+    seen = [kept() is not None]
+    dist.destroy_process_group(members)
+    del members
+    gc.collect()
+    seen.append(kept() is not None)
+    assert group.name
+    return seen[0], seen[1]
+
+
+def test_tapes_go_with_their_process_group(ranks: Any) -> None:
+    assert ranks(2).run(_kept_behind_process_group) == 2 * [(True, False)]

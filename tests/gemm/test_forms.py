@@ -48,7 +48,7 @@ def _remembering() -> Iterator[tuple[dist.ProcessGroup, Group]]:
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         patch.setattr(replays, "_FIRST_TRY", 2)
         patch.setattr(Launch, "again", _anew)
-        patch.setattr(Replays, "_run", lambda _, key, enqueue: enqueue() or True)
+        patch.setattr(Replays, "_run", lambda _, key, enqueue, nbytes: enqueue() or True)
         yield members, group
 
 

@@ -145,7 +145,7 @@ def _playing() -> Iterator[tuple[dist.ProcessGroup, Group]]:
             patch.setattr(torch._C, name, answer, raising=False)
         patch.setattr(group.replays, "is_enabled", True)
         patch.setattr(group.streams, "continues", lambda: True)
-        patch.setattr(Replays, "_run", lambda _, key, enqueue: enqueue() or True)
+        patch.setattr(Replays, "_run", lambda _, key, enqueue, nbytes: enqueue() or True)
         yield members, group
     schema._player.cache_clear()
     normed._player.cache_clear()
@@ -264,6 +264,31 @@ def _on_one_rank_alone(name: str) -> list[bool]:
 def test_ranks_need_not_play_alike(ranks: Any, name: str) -> None:
     for is_equal in ranks(2).run(_on_one_rank_alone, name):
         assert is_equal == 2 * (_BEFORE + 4) * [True]
+
+
+def _refused() -> list[str]:
+    """The errors of calls like one that is played, but for an argument that is not valid."""
+    errors = []
+    with _playing() as (members, group), torch.no_grad():
+        call = functools.partial(interlace.gemm_all_reduce, impl="gemv", group=members)
+        (x, w), _ = _operands("gemv", 0)
+        for _ in range(_BEFORE + 1):
+            call(x, w)
+        one: Any = torch.full((1,), 2.0)
+        for wrong in ({"w": w, "x_scale": one}, {"w": w, "w_scale": one}, {"w": None}):
+            for _ in range(_BEFORE + 1):
+                with pytest.raises(interlace.ArgumentError) as caught:
+                    call(x, **wrong)
+                errors.append(str(caught.value))
+        group.check()
+    return errors
+
+
+def test_what_is_not_valid_is_refused_behind_a_call_that_was(ranks: Any) -> None:
+    for errors in ranks(2).run(_refused):
+        for number, words in enumerate(("x_scale must be", "w_scale must be", "w must be a")):
+            own = errors[number * (_BEFORE + 1) : (number + 1) * (_BEFORE + 1)]
+            assert all(words in error for error in own)
 
 
 def _from_inductor() -> list[bool]:

@@ -16,6 +16,7 @@ from interlace.comm import default_name
 from interlace.comm.groups.registration import (
     OPERATOR_TAGS,
     UNCAPTURABLE_TAGS,
+    Entrance,
     entrance,
     is_ordinary,
     is_unobserved,
@@ -121,8 +122,10 @@ def _numbers(rows: Sequence[int]) -> list[int]:
 
 
 _MOST_VALID = 4096
-_valid: set[tuple[Hashable, ...]] = set()
-"""Kinds of calls whose arguments were validated: a program makes few of them, again and again."""
+_valid: dict[tuple[Hashable, ...], tuple[torch.dtype, Entrance]] = {}
+"""The results' dtype and the operator of calls whose arguments were validated, by their kind: a
+program makes few kinds of calls, again and again.
+"""
 
 
 def _kind(
@@ -173,7 +176,10 @@ def _recalled(
     new, or :func:`recalling_group` says so.
     """
     known_to = recalling_group(group, x, w, bias, x_scale, w_scale)
-    if known_to is None or type(impl) is not str:
+    if known_to is None or type(impl) is not str or w is None:
+        return None
+    # One scale alone is refused, and no form says that there is one.
+    if (x_scale is None) is not (w_scale is None):
         return None
     if out_dtype is None:
         out_dtype = output_dtype(x, None)
@@ -331,24 +337,26 @@ def _in_full(
     if out is not None:
         require_tensor(f"{operator.name}: out", out)
     kind = _kind(operator, tensors, splits, out_dtype, impl, config)
-    if kind is None or kind not in _valid:
+    known = None if kind is None else _valid.get(kind)
+    lists: Sequence[Any] = splits
+    if known is None:
         validate(
             operator, x, w, bias, x_scale, w_scale, out_dtype, impl, config,
             takes_float8=operator.takes_float8,
         )  # fmt: skip
         operator.validate_splits(tuple(splits))  # type: ignore[arg-type]
+        lists = [None if rows is None else _numbers(rows) for rows in splits]  # type: ignore[arg-type]
+        overload = f".{_EXCHANGED}" if operator.exchanges(tuple(lists)) else ""
+        known = output_dtype(x, out_dtype), entrance(operator.name + overload)
         if kind is not None:
             if len(_valid) >= _MOST_VALID:
                 _valid.clear()
-            _valid.add(kind)
-    lists = [None if rows is None else _numbers(rows) for rows in splits]  # type: ignore[arg-type]
-    dtype, group_name = output_dtype(x, out_dtype), default_name(group)
+            _valid[kind] = known
+    (dtype, door), group_name = known, default_name(group)
     # A schema has no type for configurations, so graphs hold their text.
     text = "" if config is None else str(config)
     if out is not None and is_unobserved():
         return _run_into(out, operator, tensors, tuple(lists), dtype, group_name, impl, text)
-    overload = f".{_EXCHANGED}" if operator.exchanges(tuple(lists)) else ""
-    door = entrance(operator.name + overload)
     # What has a kind nobody listens to, and has ordinary tensors.
     y = (door if kind is None else door.past_dispatcher)(
         *tensors,

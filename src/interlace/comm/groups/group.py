@@ -515,7 +515,10 @@ def group_of(
         groups = _groups.setdefault(process_group, {})
         if device not in groups:
             note_default_group(dist.get_world_size())
-            groups[device] = Group(process_group, device)
+            made = groups[device] = Group(process_group, device)
+            # A tape knows a process group by its name and place, and another one may get both
+            # before the group is collected as garbage.
+            weakref.finalize(process_group, tapes.forget, made.replays).atexit = False
         return groups[device]
 
 

@@ -197,7 +197,7 @@ def recalling_group(
 ) -> Group | None:
     """Return the group of a call that ``Group.recall`` may find by its operands; None for a call
     that must take the long way: something listens to it, it needs a gradient, its group has not
-    met, or an operand is no ordinary dense tensor on a GPU.
+    met, or an operand is no ordinary dense tensor on the GPU of the first.
 
     Nothing else is validated: a call whose operands and options are all equal to an earlier one's
     is as valid as that was.
@@ -209,15 +209,19 @@ def recalling_group(
     # First, as a compiler that traces this goes no further.
     if not is_unobserved():
         return None
-    operands = [x, *(other for other in others if other is not None)]
-    for operand in operands:
+    if torch.is_grad_enabled() and _C._any_requires_grad(x, *others):
+        return None
+    for operand in (x, *others):
+        if operand is None and operand is not x:
+            continue
         kind = type(operand)
         if kind is not torch.Tensor and kind is not torch.nn.Parameter:
             return None
         if not operand.is_cuda or operand.layout is not torch.strided or operand.is_neg():
             return None
-    if torch.is_grad_enabled() and _C._any_requires_grad(*operands):
-        return None
+        # What a call is known by does not say on which GPU each operand is.
+        if operand.get_device() != x.get_device():
+            return None
     return known_group(process_group, x.device)
 
 
@@ -325,6 +329,7 @@ def _conditions() -> Iterable[Condition]:
     yield by_id(returns(default_group.get))
     # The property that the default group is, is looked up by functions of Python.
     world = dist.distributed_c10d._world
+    yield by_id(has(dist.distributed_c10d, "_world"))
     is_there = hasattr(world, "_default_pg")
     yield by_id(has(world, "_default_pg") if is_there else has(dist.GroupMember, "WORLD"))
 
@@ -360,47 +365,69 @@ def _recorder(
     """Return ``record(run, *args)``, which returns ``run(*args)`` with the formula of its gradient.
 
     It does what torch's own way does, which goes through the schema in every call for defaults that
-    were left out; that takes the host 70 to 170 us. Lists of tensors are given to autograd one by
-    one, as it looks into none.
+    were left out; that takes the host 70 to 170 us. Autograd is given the tensors, those of lists
+    one by one, as it looks into none, and everything else as one argument behind them. So its
+    numbers of arguments are those of the schema where there are no lists.
+
+    Raises:
+        ArgumentError: Some tensors of the schema come behind other arguments.
     """
+    kinds = ["Tensor" in str(argument.type) for argument in operator._schema.arguments]
+    count = sum(kinds)
+    if not all(kinds[:count]):
+        raise ArgumentError(
+            f"{operator}: tensors must be the first arguments of an operator with a gradient; got "
+            f"{operator._schema}. Move the others behind them."
+        )
     lists = [
         index
         for index, argument in enumerate(operator._schema.arguments)
         if is_tensorlist_like_type(argument.type)
     ]
 
+    def compute(ctx: Any, run: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        # Below autograd the results are no views of memory that the implementation has made.
+        with past_autograd():
+            output = run(*args)
+            if setup_context is not None:
+                setup_context(ctx=ctx, inputs=args, output=output)
+        return output
+
     class Recorded(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, run: Callable[..., Any], lengths: list[int], *flat: Any) -> Any:
-            ctx.lengths, args = lengths, _nested(flat, lists, lengths)
-            # Below autograd the results are no views of memory that the implementation has made.
-            with _needed(ctx, lists), past_autograd():
-                output = run(*args)
-                if setup_context is not None:
-                    setup_context(ctx=ctx, inputs=args, output=output)
-            return output
+        def forward(ctx: Any, *flat: Any) -> Any:
+            *tensors, (run, ctx.lengths, others) = flat
+            if not lists:
+                return compute(ctx, run, (*tensors, *others))
+            with _needed(ctx, lists):
+                return compute(ctx, run, (*_nested(tensors, lists, ctx.lengths), *others))
 
         @staticmethod
         def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
-            with _needed(ctx, lists):
+            with _needed(ctx, lists) if lists else _as_they_are:
                 gradients = backward(ctx, *grads)
             gradients = gradients if isinstance(gradients, tuple) else (gradients,)
-            return None, None, *_flat(gradients, lists, ctx.lengths)
+            return *_flat(gradients[:count], lists, ctx.lengths), None
 
     Recorded.__name__ = Recorded.__qualname__ = f"Recorded_{operator._opname}"
 
     def record(run: Callable[..., Any], *args: Any) -> Any:
-        lengths = [len(args[index]) for index in lists]
-        return Recorded.apply(run, lengths, *_flat(args, lists, lengths))  # type: ignore[no-untyped-call]
+        tensors, lengths = args[:count], [len(args[index]) for index in lists] if lists else []
+        others = run, lengths, args[count:]
+        return Recorded.apply(*_flat(tensors, lists, lengths), others)  # type: ignore[no-untyped-call]
 
     return record
+
+
+_as_they_are = contextlib.nullcontext()
+"""What takes the place of :func:`_needed` where there are no lists."""
 
 
 @contextlib.contextmanager
 def _needed(ctx: Any, lists: Sequence[int]) -> Iterator[None]:
     """Show a gradient's formula which of its operator's arguments need one, lists as lists."""
     of_function = ctx.needs_input_grad
-    ctx.needs_input_grad = _nested(of_function[2:], lists, ctx.lengths)
+    ctx.needs_input_grad = _nested(of_function[:-1], lists, ctx.lengths)
     try:
         yield
     finally:

@@ -85,12 +85,13 @@ static int put(Key *key, char tag, const void *bytes, size_t length) {
 static int put_tensor(Key *key, PyObject *value) {
   void *tensor = (char *)value + tensor_offset, *sizes, *strides, *address;
   int64_t dims;
-  int32_t numbers[4];
+  int32_t numbers[5];
   if (get_dim(tensor, &dims) || get_sizes(tensor, &sizes) || get_strides(tensor, &strides) ||
       get_data_ptr(tensor, &address) || get_dtype(tensor, &numbers[0]) ||
       get_device_type(tensor, &numbers[1]) || get_device_index(tensor, &numbers[2]))
     return 0;
   numbers[3] = (int32_t)((uintptr_t)address % 16);
+  numbers[4] = (int32_t)dims; /* without them a key could be read in two ways */
   return put(key, 't', numbers, sizeof numbers) &&
          put(key, 'd', sizes, dims * sizeof(int64_t)) &&
          put(key, 'd', strides, dims * sizeof(int64_t));

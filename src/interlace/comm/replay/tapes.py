@@ -16,6 +16,7 @@ than a second; where it cannot be, calls take the long way.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import functools
@@ -77,8 +78,11 @@ class RecordedCall:
     kept: tuple[Any, ...]
 
     def is_like(self, other: RecordedCall) -> bool:
-        """Return whether both calls have done the same."""
-        return self.holder() is other.holder() and _are_alike(
+        """Return whether both calls have done the same, for a holder that is still there."""
+        holder = self.holder()
+        if holder is None or holder is not other.holder():
+            return False
+        return _are_alike(
             (self.steps, self.result, self.slots), (other.steps, other.result, other.slots)
         )
 
@@ -312,9 +316,11 @@ def player(call: Callable[..., Any], *, is_public: bool = False) -> Callable[...
     first: dict[bytes, RecordedCall] = {}
 
     def record(key: bytes, *args: Any) -> Any:
-        made = _thread.recorder = CallRecorder(args, knows_gradients=is_public)
-        settings = tuple(condition for conditions in _asked for condition in conditions())
+        spoil("a call is made within another")
+        made = CallRecorder(args, knows_gradients=is_public)
         try:
+            _thread.recorder = made
+            settings = tuple(condition for conditions in _asked for condition in conditions())
             result = call(*args)
         finally:
             _thread.recorder = None
@@ -326,7 +332,7 @@ def player(call: Callable[..., Any], *, is_public: bool = False) -> Callable[...
                 log.debug("a call has no tape: %s", error)
         elif recorded is not None:
             if len(first) >= _MOST_WAITING:
-                del first[next(iter(first))]
+                first.pop(next(iter(first)), None)  # another thread may have done so
             first[key] = recorded
         return result
 
@@ -348,8 +354,7 @@ def _tape(native: Any, recorded: RecordedCall, settings: tuple[Condition, ...]) 
     holder = recorded.holder()
     if holder not in _held:
         # What the steps refer to goes with the holder.
-        _held[holder] = weakref.WeakSet()
-        weakref.finalize(holder, _close, _held[holder])
+        weakref.finalize(holder, _close, _held.setdefault(holder, weakref.WeakSet()))
     _held[holder].add(tape)
     return tape
 
@@ -360,12 +365,16 @@ _held: weakref.WeakKeyDictionary[Any, weakref.WeakSet[Any]] = weakref.WeakKeyDic
 
 def forget(holder: Any) -> None:
     """Play none of the tapes of a holder any more."""
-    _close(_held.get(holder, ()))
+    held = _held.get(holder)
+    if held is not None:
+        _close(held)
 
 
-def _close(tapes: Iterable[Any]) -> None:
-    for tape in tuple(tapes):
-        tape.close()
+def _close(tapes: weakref.WeakSet[Any]) -> None:
+    # Not by an iteration, as another thread may keep one more meanwhile.
+    with contextlib.suppress(KeyError):
+        while True:
+            tapes.pop().close()
 
 
 @functools.cache

@@ -172,7 +172,7 @@ def _recalled(
     """
     known_to = recalling_group(group, x, w, bias)
     # True equals 1, and no rank could choose so many columns.
-    if known_to is None or type(k) is not int or type(impl) is not str:
+    if known_to is None or w is None or type(k) is not int or type(impl) is not str:
         return None
     if x.dim() != 2 and not (x.dim() > 2 and x.is_contiguous()):
         return None

@@ -42,8 +42,8 @@ MUTANTS = [
     ),
     Mutant(
         "interlace/bench/report.py",
-        "return 100 * (1 - (self.fused_us - self.compute[1]) / self.communication[1])",
-        "return 100 * (1 - (self.fused_us - self.compute[1]) / self.fused_us)",
+        "return 100 * (1 - exposed_us / communication_us) if",
+        "return 100 * (1 - exposed_us / self.fused_us) if",
         "cli/test_report.py",
     ),
     Mutant(
@@ -665,7 +665,7 @@ MUTANTS = [
     ),
     Mutant(
         "interlace/comm/replay/tapes.py",
-        'around.spoil("a call is made within another")',
+        'spoil("a call is made within another")',
         "pass",
         "comm/test_tapes.py::test_a_call_within_another_spoils_its_recording",
     ),
@@ -761,7 +761,7 @@ MUTANTS = [
     ),
     Mutant(
         "interlace/comm/replay/tapes.py",
-        "weakref.finalize(holder, _close, _held[holder])",
+        "weakref.finalize(holder, _close, _held.setdefault(holder, weakref.WeakSet()))",
         "pass",
         "comm/test_tapes.py::test_a_tape_goes_with_its_holder",
     ),

@@ -130,6 +130,13 @@ def points_of(
                 )
             if call is None:
                 continue
+            if int(result["world_size"]) == 1:
+                # One rank exchanges nothing, so its pair says nothing of others.
+                implementations = tuple(
+                    implementation
+                    for implementation in implementations
+                    if not declaration.is_pair(implementation.name)
+                )
             for implementation in implementations:
                 name = implementation.name
                 us = _time_of(name, result.get("times", {}), with_disturbed)

@@ -275,7 +275,7 @@ def run_into_peers(
 
     # Peers store tiles straight into the result, so it is symmetric memory.
     take = taking_output(nbytes, shape, dtype)
-    result = functools.partial(_output_rows, columns=columns)
+    result = functools.partial(output_rows, columns=columns)
     launches: list[Launch] = []
 
     def prepare_launch(output: Output, y: torch.Tensor) -> Callable[[], None]:
@@ -323,7 +323,7 @@ def _run_into_peers_again(
     return result(output, y)
 
 
-def _output_rows(output: Output, y: torch.Tensor, *, columns: int) -> torch.Tensor:
+def output_rows(output: Output, y: torch.Tensor, *, columns: int) -> torch.Tensor:
     """Return the result ``[rows, columns]`` in a buffer, or copied from one that is not lent."""
     return kept(output, y) if y.shape[1] == columns else without_padding(y, columns)
 

@@ -18,8 +18,8 @@ def rank_in(group_name: str) -> tuple[int, int]:
 
 
 def ranks_of(group_name: str, device: torch.device) -> int:
-    """Return the size of the named group, whose ranks have made a call on this device, or not:
-    then torch is asked, which takes the host longer. Nothing is sent.
+    """Return the size of the named group. Before its first call on this device torch is asked,
+    which takes the host longer. Nothing is sent.
     """
     process_group = process_group_named(group_name)
     group = known_group(process_group, device)

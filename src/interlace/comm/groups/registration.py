@@ -212,7 +212,7 @@ def recalling_group(
     if torch.is_grad_enabled() and _C._any_requires_grad(x, *others):
         return None
     for operand in (x, *others):
-        if operand is None and operand is not x:
+        if operand is None and x is not None:
             continue
         kind = type(operand)
         if kind is not torch.Tensor and kind is not torch.nn.Parameter:
@@ -386,7 +386,7 @@ def _recorder(
     ]
 
     def compute(ctx: Any, run: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        # Below autograd the results are no views of memory that the implementation has made.
+        # By the dispatcher's way, too, an implementation runs below autograd and autocast.
         with past_autograd():
             output = run(*args)
             if setup_context is not None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from interlace.comm import MAX_PROGRAMS, Group
-from interlace.comm.groups.outputs import Destination, Output, kept, taking_output
+from interlace.comm.groups.outputs import Destination, Output, taking_output
 from interlace.comm.groups.reservation import Reservation, WorkspaceSize
 from interlace.comm.launching.kernels import Launch, describe_matrix
 from interlace.comm.replay.deferred import DeferredCall
@@ -98,9 +98,7 @@ def _results(
     product = launch.without_padding(y, columns)
     if not gather:
         return product, gathered.new_empty(0, inner)
-    is_whole = gathered.shape[1] == inner
-    rows = kept(output, gathered) if is_whole else launch.without_padding(gathered, inner)
-    return product, rows
+    return product, launch.output_rows(output, gathered, columns=inner)
 
 
 def _where(output: Output, gathered: torch.Tensor, y: torch.Tensor) -> tuple[Any, ...]:

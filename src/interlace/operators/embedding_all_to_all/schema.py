@@ -267,7 +267,7 @@ class _Updating(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, arguments: tuple[Any, ...]) -> torch.Tensor:
-        # Below autograd the output is no view of memory that the implementation has made.
+        # By the dispatcher's way, too, an implementation runs below autograd and autocast.
         with past_autograd():
             y = _run(*arguments)
         _setup_context(ctx, arguments, y)

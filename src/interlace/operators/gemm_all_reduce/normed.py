@@ -229,9 +229,6 @@ def _known_call(
     ) = arguments  # fmt: skip
     if not x.is_cuda or config or w is None or x.dim() != 2 or w.dim() != 2:
         return None
-    # One scale alone is refused.
-    if (x_scale is None) is not (w_scale is None):
-        return None
     rows, columns = x.shape[0], w.shape[0]
     is_many = rows > MOST_NORMED_ROWS
     if residual is not None and residual.shape != (rows, columns):

@@ -689,6 +689,14 @@ MUTANTS = [
     ),
     Mutant(
         "interlace/comm/groups/group.py",
+        "        if self.health.broken or not self.may_recall():\n            return None\n"
+        "        form, where = known\n",
+        "        form, where = known\n",
+        "comm/test_recall.py::test_a_call_that_is_recorded_passes_over_nothing_that_must_be_done_before"
+        "[stream]",
+    ),
+    Mutant(
+        "interlace/comm/groups/group.py",
         "if not recorder.is_complete:",
         "if True:",
         "gemm/test_played.py::test_kernels_are_played_rather_than_their_graphs",

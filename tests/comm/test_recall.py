@@ -15,7 +15,7 @@ import torch
 
 from interlace.comm.groups.group import Group
 from interlace.comm.replay import replays, tapes
-from interlace.comm.replay.deferred import DeferredCall, New
+from interlace.comm.replay.deferred import DeferredCall, New, addresses
 from interlace.comm.replay.memory import releases
 from interlace.comm.replay.replays import KeptMemory
 from interlace.comm.runtime import context as ctx
@@ -255,6 +255,36 @@ def test_a_call_that_is_recorded_is_to_become_no_graph(
         patch.setattr(tapes._thread, "recorder", tapes.CallRecorder(()))
         assert not group.replays.comes_again("a")
     assert group.replays.comes_again("a")
+
+
+@pytest.mark.parametrize("obstacle", ["none", "broken", "capture", "stream", "release"])
+def test_a_call_that_is_recorded_passes_over_nothing_that_must_be_done_before(
+    group: Group, monkeypatch: pytest.MonkeyPatch, obstacle: str
+) -> None:
+    """Neither by its graph, where calls of its form are no recording, nor by its form."""
+    double, x = _Doubling(group), torch.ones(4)
+    known = ("form", addresses(x))
+    work = DeferredCall(("key",), lambda _: (double.place,), lambda y: lambda: y.copy_(2 * x))
+    for _ in range(3):
+        group.perform(work, known)
+    ways: list[str] = []
+    group.replays.remember_form("form", lambda *_: ways.append("form"))
+    monkeypatch.setattr(_Graph, "replay", lambda _: ways.append("graph"))
+    recorder = tapes.CallRecorder(())
+    monkeypatch.setattr(tapes._thread, "recorder", recorder)
+    if obstacle == "broken":
+        group.health.declare_broken("double", 0)
+    elif obstacle == "capture":
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    elif obstacle == "stream":
+        monkeypatch.setattr(group.streams, "continues", lambda: False)
+    with releases.put_off():
+        if obstacle == "release":
+            releases.put(torch.device("cpu"), lambda: None)
+        for _ in range(3):
+            group.recall_known(known, x)
+    releases.empty()
+    assert ways == (["form", "graph", "graph"] if obstacle == "none" else [])
 
 
 def test_a_broken_group_is_found_out(group: Group) -> None:

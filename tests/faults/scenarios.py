@@ -239,6 +239,7 @@ def interrupted_in_a_wait() -> tuple[Outcome, Outcome]:
     first = Outcome()
     if group.rank == FAULTY:
         first.kind = _interrupted_in(_check(prepared))
+        group.streams.synchronize()  # a barrier that is Gloo's would let the others come in time
     dist.barrier()
     # What the faulty rank sent before the interrupt may complete the others' first call.
     return first, observe(group, _check(prepared), calls=2)

@@ -141,6 +141,7 @@ def _summary(result: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in (result or {}).items() if key != "sequence"}
 
 
+@pytest.mark.usefixtures("own_gpus")  # as transformers places models
 def test_a_thousand_tokens(ranks: Any, tmp_path: Path) -> None:
     results = ranks(2).run(_both, str(tmp_path / "model"), TOKENS, timeout_s=540)
     for rank, result in enumerate(results):

@@ -55,6 +55,7 @@ def _differences(operator: str, impl: str, dtype: torch.dtype) -> list[float]:
     return differences
 
 
+@pytest.mark.usefixtures("own_gpus")  # as PyTorch's symmetric memory wants
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("operator", "impl"), STOCK)
 def test_they_compute_what_the_unfused_pair_does(

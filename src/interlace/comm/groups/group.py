@@ -276,7 +276,10 @@ class Group:
     ) -> Any:
         """Run a call that is being recorded, by the steps of its form, which cost the host least;
         where calls of that form have turned out to be no recording, by its graph as one step.
+        Return None where something is to be done before it, which no tape does.
         """
+        if self.health.broken or not self.may_recall():
+            return None
         form, where = known
         replay = self.replays.graphs_of(form)
         if replay is not None and where == addresses(*tensors):

@@ -692,8 +692,7 @@ MUTANTS = [
         "        if self.health.broken or not self.may_recall():\n            return None\n"
         "        form, where = known\n",
         "        form, where = known\n",
-        "comm/test_recall.py::test_a_call_that_is_recorded_passes_over_nothing_that_must_be_done_before"
-        "[stream]",
+        "gemm/test_played.py::test_calls_on_two_streams_follow_each_other[gemm_all_reduce-fused]",
     ),
     Mutant(
         "interlace/comm/groups/group.py",

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import random
 import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,9 +20,12 @@ import interlace
 from interlace.comm import Group
 from interlace.comm.groups import registration
 from interlace.comm.groups.group import known_group
+from interlace.comm.host.health import Health
 from interlace.comm.launching import kernels
 from interlace.comm.replay import deferred, replays, tapes
 from interlace.comm.replay.replays import Replays
+from interlace.comm.runtime import streams as gpu_streams
+from interlace.comm.runtime.streams import Streams
 from interlace.gemm import dispatch, schema
 from interlace.operators.all_gather_gemm import fused as gathering
 from interlace.operators.gemm_all_reduce import normed, normed_launch
@@ -56,9 +60,11 @@ class _Interpreted:
     """Stands for a kernel that Triton has compiled."""
 
     function, packed_metadata = 5, (4, 1, 0)
+    streams: list[int] = []  # noqa: RUF012, of all launches
 
     def __init__(self, kernel: Any) -> None:
         def launch(*arguments: Any) -> None:
+            _Interpreted.streams.append(arguments[3])
             kernel[arguments[:1]](*arguments[9:])
 
         self.run = _Launcher(launch)
@@ -489,3 +495,71 @@ def test_kernels_are_played_rather_than_their_graphs(ranks: Any) -> None:
         assert all(is_right)
         assert is_played == [*_BEFORE * [False], *4 * [True]]
         assert is_replayed == [True, *(_BEFORE_GRAPHS + 2) * [False]]
+
+
+class _Stream:
+    """Stands for a stream of a GPU."""
+
+    def __init__(self, handle: int, follows: list[tuple[int, int]]) -> None:
+        self.cuda_stream, self._follows = handle, follows
+
+    def wait_stream(self, other: _Stream) -> None:
+        self._follows.append((self.cuda_stream, other.cuda_stream))
+
+
+def _on_streams(name: str, impl: str, seed: int) -> tuple[list[bool], list[bool], int]:
+    """Of calls on one of two streams each: whether the stream waited for that of the call before if
+    it is another one, and whether each result was right; and the number of calls that were played.
+    """
+    follows: list[tuple[int, int]] = []
+    streams = {handle: _Stream(handle, follows) for handle in (7, 8)}
+    current, chance, long_ways = [7], random.Random(seed), [0]
+    is_ordered, is_right = [], []
+    plain, running = schema._plain, Health.running
+
+    def counted(*arguments: Any) -> Any:
+        long_ways[0] += 1
+        return plain(*arguments)
+
+    def ordered(health: Health, check: Callable[[], None]) -> Any:
+        if not health._replays.capturing:  # as on a GPU
+            health._streams.follow_last_call()
+        return running(health, check)
+
+    with _replaying() as (members, group), torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(schema, "_plain", counted)
+        patch.setattr(Health, "running", ordered)
+        patch.setattr(gpu_streams, "_capture_of", lambda _: None)
+        patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: current[0], raising=False)
+        patch.setattr(
+            group.streams, "continues", functools.partial(Streams.continues, group.streams)
+        )
+        patch.setattr(group.streams._order, "streams", streams)
+        patch.setattr(group.streams._order, "executed", None)
+        call = functools.partial(getattr(interlace, name), group=members)
+        (x, w), _ = _operands("pushed, all-gather", 0)
+        wanted = call(x, w, impl="unfused").clone()
+        last, turns, long_ways[0] = current[0], 60, 0
+        for _ in range(turns):
+            # Some calls follow each other on a stream, so that they are played.
+            current[0] = chance.choice((7, 8)) if chance.random() < 0.4 else last
+            del follows[:], _Interpreted.streams[:]
+            found = call(x, w, impl=impl)
+            follows_last = current[0] == last or (current[0], last) in follows
+            is_ordered.append(follows_last and set(_Interpreted.streams) == {current[0]})
+            is_right.append(torch.equal(found, wanted))
+            last = current[0]
+        group.check()
+    return is_ordered, is_right, turns - long_ways[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "impl"),
+    [("gemm_all_reduce", "gemv"), ("gemm_all_reduce", "fused"), ("all_gather_gemm", "pushed")],
+)
+def test_calls_on_two_streams_follow_each_other(ranks: Any, name: str, impl: str) -> None:
+    """In whatever way they are made: kernels that wait for peers must not overlap."""
+    for is_ordered, is_right, played in ranks(2).run(_on_streams, name, impl, 5):
+        assert all(is_ordered)
+        assert all(is_right)
+        assert played > 10

@@ -10,7 +10,6 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from interlace.comm.replay.replays import Replays
-from interlace.comm.runtime.ordinary import makes_ordinary_tensors
 from interlace.comm.runtime.streams import Streams
 from interlace.errors import WorkspaceError
 
@@ -183,7 +182,7 @@ class DeviceTables:
                     "captured in a CUDA graph; got new ones."
                 )
             if table is None:
-                table = self.alive[key] = _make(key, self._streams.device)
+                table = self.alive[key] = self._streams.upload(key)
             self.recent[key] = table
             if len(self.recent) > _MAX_RECENT:
                 self.recent.popitem(last=False)
@@ -191,9 +190,3 @@ class DeviceTables:
             self.captured[key] = table
         self._replays.refer_to(table)
         return table
-
-
-@makes_ordinary_tensors
-def _make(numbers: Numbers, device: torch.device) -> torch.Tensor:
-    """Return the numbers as an int64 tensor on ``device``."""
-    return torch.tensor(numbers, dtype=torch.int64, device=device)

@@ -130,7 +130,7 @@ class Health:
         fields[ctx.RECORD_ADDRESS] = self._record.data_ptr()
         fields[ctx.SCRATCH_ADDRESS] = self._state.data_ptr() + _SCRATCH_OFFSET_BYTES
         self._operators.append((operator, ranks))
-        return torch.tensor(fields, dtype=torch.int64, device=self._members.device)
+        return self._streams.upload(fields)
 
     def has_made(self, context: torch.Tensor) -> bool:
         """Return whether a tensor is one of this group's contexts."""

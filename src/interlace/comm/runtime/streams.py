@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ import torch
 from interlace.comm.runtime.conditions import Condition, has, returns
 from interlace.comm.runtime.deadlines import FAILED_S
 from interlace.comm.runtime.driver import driver
+from interlace.comm.runtime.ordinary import makes_ordinary_tensors
 from interlace.errors import GroupError, WorkspaceError
 
 _POLL_S = 20e-6
@@ -192,6 +193,23 @@ class Streams:
                 )
             stream.wait_stream(order.executed)
         order.executed = stream
+
+    @makes_ordinary_tensors
+    def upload(self, numbers: Sequence[int] | Sequence[Sequence[int]]) -> torch.Tensor:
+        """Return numbers as an int64 tensor on the device, for calls on any stream.
+
+        The host does not wait for the GPU, as it would if it copied from memory that is not pinned:
+        what a call needs for the first time, such as a table for a new number of rows, may be
+        wanted while the GPU has yet to run much of what was enqueued before.
+
+        Raises:
+            WorkspaceError: As :meth:`follow_last_call`, as later calls follow the copy.
+        """
+        if not self.on_gpu:
+            return torch.tensor(numbers, dtype=torch.int64, device=self.device)
+        self.follow_last_call()
+        pinned = torch.tensor(numbers, dtype=torch.int64, device="cpu", pin_memory=True)
+        return pinned.to(self.device, non_blocking=True)
 
 
 def _capture_of(stream: torch.cuda.Stream) -> int | None:

@@ -136,13 +136,21 @@ _FEW, _MANY = (16, 12, 8, 14, 10, 4), (1024, 528, 656, 80, 1008, 48)
 """The most rows first."""
 
 
-def _of_new_rows(operator: str, impl: str) -> dict[int, list[str]]:
+def _of_new_rows(operator: str, impl: str, trains: bool) -> dict[int, list[str]]:
     """With numbers of rows that the group has not seen, fewer than it has, by number. Kernels were
     compiled by calls of another group.
     """
     first, second = dist.new_group(), dist.new_group()
-    call, rows_of = _calls(operator, impl)
+    forward, rows_of = _calls(operator, impl)
     waits = {}
+
+    def call(rows: tuple[torch.Tensor, ...], group: Any) -> None:
+        if trains:
+            x, *others = rows
+            forward((x.detach().requires_grad_(), *others), group).sum().backward()
+        else:
+            forward(rows, group)
+
     for number, count in enumerate(_FEW if impl in ("gemv", "decode") else _MANY):
         rows = rows_of(count)
         for _ in range(2):
@@ -157,5 +165,15 @@ def _of_new_rows(operator: str, impl: str) -> dict[int, list[str]]:
 
 @pytest.mark.parametrize(("operator", "impl"), _OF_ROWS)
 def test_new_rows_do_not_wait(ranks: Any, world_size: int, operator: str, impl: str) -> None:
-    for waits in ranks(world_size).run(_of_new_rows, operator, impl, timeout_s=300):
+    for waits in ranks(world_size).run(_of_new_rows, operator, impl, False, timeout_s=300):
+        assert not any(waits.values()), waits
+
+
+@pytest.mark.parametrize(
+    "operator",
+    ["gemm_all_reduce", "gemm_reduce_scatter", "all_gather_gemm", "gemm_all_to_all",
+     "mixture_of_experts"],
+)  # fmt: skip
+def test_training_with_new_rows_does_not_wait(ranks: Any, world_size: int, operator: str) -> None:
+    for waits in ranks(world_size).run(_of_new_rows, operator, "auto", True, timeout_s=300):
         assert not any(waits.values()), waits

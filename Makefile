@@ -126,7 +126,7 @@ test-gin: setup
 
 # Every kernel is compiled by the oldest Triton that the package allows, too, 190 MB, kept where NCCL's wheel is:
 # it refuses some programs that later ones compile. Not for AMD's GPUs, where it compiles no compare-and-swap of a tile
-# of 64-bit elements.
+# of 64-bit elements. Its interpreter is another one, too.
 OLDEST_TRITON = triton==3.6.0
 OLDEST_TRITON_CACHE = $${XDG_CACHE_HOME:-$$HOME/.cache}/interlace/$(OLDEST_TRITON)
 
@@ -134,6 +134,7 @@ test-oldest-triton: setup
 	@test -e "$(OLDEST_TRITON_CACHE)/triton/__init__.py" || \
 		$(BIN)/python -m pip install --quiet --no-deps --no-compile --target "$(OLDEST_TRITON_CACHE)" $(OLDEST_TRITON)
 	PYTHONPATH="$(OLDEST_TRITON_CACHE)" $(BIN)/python -m pytest -n 2 tests/test_compile_targets.py tests/comm/test_kernel_folder.py -k "not gfx942"
+	PYTHONPATH="$(OLDEST_TRITON_CACHE)" $(BIN)/python -m pytest -n 2 tests/language tests/mapped tests/operators
 
 smoke-gpu: setup
 	$(BIN)/python -m pytest tests/gpu -m 'gpu and smoke'

@@ -688,6 +688,13 @@ MUTANTS = [
         "comm/test_recall.py::test_a_call_that_is_recorded_is_to_become_no_graph",
     ),
     Mutant(
+        "interlace/comm/runtime/streams.py",
+        "            return torch.tensor(numbers, dtype=torch.int64, device=self.device)\n"
+        "        self.follow_last_call()\n",
+        "            return torch.tensor(numbers, dtype=torch.int64, device=self.device)\n",
+        "comm/test_gpus.py::test_what_is_uploaded_is_there_for_later_calls_and_nobody_waits",
+    ),
+    Mutant(
         "interlace/comm/groups/group.py",
         "        if self.health.broken or not self.may_recall():\n            return None\n"
         "        form, where = known\n",

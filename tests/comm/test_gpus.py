@@ -187,6 +187,42 @@ def test_a_call_cannot_follow_one_whose_stream_is_captured(monkeypatch: pytest.M
         calls.call(1, b)
 
 
+def test_what_is_uploaded_is_there_for_later_calls_and_nobody_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The copy is from pinned memory, follows the last call, and is what the next one follows."""
+    calls, a, b, c = _Calls(monkeypatch), _Stream(), _Stream(), _Stream()
+    calls.call(0, a)
+    streams: Any = calls.groups[1]
+    streams.on_gpu, streams.device = True, torch.device("cuda", 0)
+    streams._order, streams.current = calls.order, lambda: b
+    streams.capture_id = lambda: None
+    made: list[tuple[Any, ...]] = []
+
+    class Pinned:
+        def to(self, device: torch.device, *, non_blocking: bool) -> str:
+            made.append((device, non_blocking, list(b.waits)))
+            return "copy"
+
+    def tensor(numbers: Any, **options: Any) -> Pinned:
+        made.append((numbers, options))
+        return Pinned()
+
+    monkeypatch.setattr(torch, "tensor", tensor)
+    assert streams.upload([[1, 2]]) == "copy"
+    assert made == [
+        ([[1, 2]], {"dtype": torch.int64, "device": "cpu", "pin_memory": True}),
+        (streams.device, True, [a]),
+    ]
+    assert calls.call(0, c) == [b]
+
+
+def test_what_is_uploaded_to_a_cpu_is_a_tensor() -> None:
+    made = Streams(torch.device("cpu")).upload([[1, 2], [3, 4]])
+    assert made.dtype == torch.int64
+    assert made.tolist() == [[1, 2], [3, 4]]
+
+
 def test_the_groups_gpu_is_made_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen: list[Any] = []
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)

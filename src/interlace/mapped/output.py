@@ -100,6 +100,11 @@ class MappedOutput:
         require_dtype(class_name, dtype)
         self.group: Group = group_of(group, device)
         self.group.require_one_node(class_name)
+        if self.group.backend == "cpu":
+            require("cpu")
+            from interlace.comm.cpu import shortcuts  # imports Triton
+
+            shortcuts.mend()  # any kernel may write the output
         self.dtype = dtype
         ranks, rank = self.group.world_size, self.group.rank
         _validate(class_name, sizes, order, root, ranks)

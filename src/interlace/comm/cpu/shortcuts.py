@@ -17,7 +17,8 @@ multiplies in the dtype of the sum, and adds up in the order of K. Its conversio
 and bfloat16 are wrong for numbers below the smallest normal one; these are right.
 
 Triton is unchanged outside of :func:`taken`, so that other kernels of the process keep their
-checks. A version of Triton that keeps other fields in its objects runs without the caches.
+checks, except for what :func:`mend` does. A version of Triton that keeps other fields in its
+objects runs without the caches.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+import triton
 import triton.language as language
 import triton.runtime.interpreter as interpreter
 from triton.language import core, semantic
@@ -128,8 +130,28 @@ class _Patched:
 
 
 @functools.cache
+def mend() -> None:
+    """Let the interpreter of Triton 3.6 run with NumPy of 2.4 and above, also outside of
+    :func:`taken`.
+
+    A scalar is an array with a dimension there, and is made a number as a whole, which NumPy
+    refuses.
+    """
+    if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7):
+        return
+    patch = interpreter._patch_lang_tensor
+
+    def patch_tensor(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda value: int(value.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patch_tensor
+
+
+@functools.cache
 def _language_patches() -> list[tuple[Any, str, Any]]:
     """Return what Triton replaces in its language to interpret kernels: owners, names, values."""
+    mend()
     # Triton patches the modules of its language that a function's own module has imported.
     function = types.SimpleNamespace(__globals__={"language": language, "core": core})
     scope = interpreter._patch_lang(function)

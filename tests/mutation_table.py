@@ -303,8 +303,8 @@ MUTANTS = [
         "gemm/test_row_families.py",
     ),
     Mutant(
-        "interlace/gemm/dispatch.py",
-        "with as_of(profiles):",
+        "interlace/gemm/decision.py",
+        "with as_of(agreed.profiles):",
         "with as_of(version()):",
         "gemm/test_row_families.py",
     ),
@@ -321,7 +321,7 @@ MUTANTS = [
         "operators/all_gather_gemm/test_rows_in_place.py::test_results",
     ),
     Mutant(
-        "interlace/gemm/dispatch.py",
+        "interlace/gemm/decision.py",
         'shared["the_place_of_x"] = "ordinary memory" if place is None else str(place)',
         "pass",
         "operators/all_gather_gemm/test_rows_in_place.py::test_ranks_whose_rows_lie_elsewhere",
@@ -572,6 +572,30 @@ MUTANTS = [
         "places(x, w, x[:0] if bias is None else bias)",
         "places(x, w, x[:0])",
         "operators/linear_top_k/test_linear_top_k.py::test_a_call_is_known_by_all_that_it_depends_on",
+    ),
+    Mutant(
+        "interlace/gemm/dispatch.py",
+        "count if count == 1 or not rows else divmod(count, rows)",
+        "count",
+        "gemm/test_forms.py::test_other_rows_are_decided_as_on_the_long_way",
+    ),
+    Mutant(
+        "interlace/gemm/dispatch.py",
+        "mark=other.mark,",
+        "mark=template.mark,",
+        "gemm/test_forms.py::test_other_rows_are_decided_as_on_the_long_way",
+    ),
+    Mutant(
+        "interlace/gemm/dispatch.py",
+        "if not x.shape[0] or group.memory.limit_bytes is not None:",
+        "if not x.shape[0]:",
+        "gemm/test_forms.py::test_rows_that_are_refused_are_so_behind_others",
+    ),
+    Mutant(
+        "interlace/gemm/dispatch.py",
+        "is_open = decision.predicted_us and autotune.is_enabled(call.impl)",
+        "is_open = False",
+        "gemm/test_forms.py::test_rows_that_are_to_be_measured_take_the_long_way",
     ),
     Mutant(
         "interlace/gemm/dispatch.py",

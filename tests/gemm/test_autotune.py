@@ -337,7 +337,7 @@ def test_copies_of_a_weight_as_far_as_there_is_memory(monkeypatch: pytest.Monkey
         config=GemmAllReduce.config_type(),
         configs={},
         mark=0,
-        is_explicit=False,
+        impl="auto",
     )
     weights = [layer.operands.w for layer in autotune._layers(call)]
     assert len({weight.data_ptr() for weight in weights}) == len(weights) == 8

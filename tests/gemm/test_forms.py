@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import gc
 import weakref
@@ -22,7 +23,7 @@ from interlace.comm.replay.replays import Replays
 from interlace.gemm import dispatch
 from interlace.gemm.operands import FLOAT8
 from interlace.gemm.scaled import block_scale_shapes
-from interlace.operators.gemm_all_reduce import normed
+from interlace.operators.gemm_all_reduce import GemmAllReduce, normed
 
 ROWS, COLUMNS, INNER = 8, 16, 32
 
@@ -186,6 +187,125 @@ def test_calls_that_come_once_go_past_preparations(ranks: Any, name: str, impl: 
         assert error < 1e-4
 
 
+def _ways_of_rows(name: str, impl: str, dtype: torch.dtype, are_forgotten: bool) -> Any:
+    """How calls of several numbers of rows were decided, which of them take the long way, and the
+    largest error relative to the largest result.
+    """
+    operator, run = getattr(interlace, name), dispatch._run
+    ways: list[Any] = []
+    long_ways, error = [], 0.0
+
+    def note(implementation: Any, call: Any, decision: Any) -> Any:
+        ways.append((implementation.name, call.config, call.configs, call.rows, call.mark))
+        ways.append((decision.kind, [each.name for each in decision.implementations]))
+        return run(implementation, call, decision)
+
+    with _remembering() as (members, group), mock.patch.object(dispatch, "_run", note):
+        # The second time no memory grows, which makes a group forget its calls.
+        for number, rows in enumerate(2 * (80, 8, 40, 6, 2, 12)):
+            if are_forgotten or number == 6:
+                group.replays.forget()
+            x, w, bias = _operands(number, rows)
+            x, w, bias = x.to(dtype), w.to(dtype), bias if dtype != FLOAT8 else bias.bfloat16()
+            options: dict[str, torch.Tensor] = {}
+            if dtype == FLOAT8:
+                options = {"x_scale": torch.rand(rows) + 0.5, "w_scale": torch.rand(COLUMNS) + 0.5}
+            results: list[torch.Tensor] = []
+
+            def call(
+                operands: Operands = (x, w, bias),
+                options: dict[str, torch.Tensor] = options,
+                results: list[torch.Tensor] = results,
+            ) -> None:
+                results.append(operator(*operands, impl=impl, group=members, **options))
+
+            long_ways.append(_takes_long_way(call))
+            expected = operator(x, w, bias, impl="unfused", **options)
+            largest = expected.abs().max().clamp(1.0)
+            error = max(error, float((results[0] - expected).abs().max() / largest))
+    return ways, long_ways[6:], error
+
+
+@pytest.mark.parametrize(
+    ("name", "impl", "dtype"),
+    [
+        ("gemm_all_reduce", "auto", torch.float32), ("gemm_all_reduce", "pushed", FLOAT8),
+        ("gemm_all_reduce", "unfused", torch.float32),
+        ("gemm_reduce_scatter", "auto", torch.float32),
+        ("all_gather_gemm", "chunked", torch.float32),
+        ("all_gather_gemm", "batch_invariant", torch.float32),
+        ("gemm_all_to_all", "auto", torch.float32),
+    ],
+)  # fmt: skip
+def test_other_rows_are_decided_as_on_the_long_way(
+    ranks: Any, name: str, impl: str, dtype: torch.dtype
+) -> None:
+    """A call with new rows goes past what was validated and agreed on for any of them."""
+    by_family = ranks(2).run(_ways_of_rows, name, impl, dtype, False)
+    for (ways, long_ways, error), (expected, all_long_ways, _) in zip(
+        by_family, ranks(2).run(_ways_of_rows, name, impl, dtype, True), strict=True
+    ):
+        assert ways == expected
+        assert long_ways == [True, *[False] * 5]
+        assert all(all_long_ways)
+        assert error < (0.02 if dtype == FLOAT8 else 1e-4)
+
+
+def _refused_rows() -> tuple[list[str], list[bool]]:
+    """The errors of rows that an implementation does not take, on both ways; and whether rows that
+    need care take the long way: none, and any while there is a limit of memory.
+    """
+    errors, long_ways = [], []
+    with _remembering() as (members, group):
+
+        def call(rows: int, impl: str = "pushed") -> torch.Tensor:
+            x, w, _ = _operands(0, rows)
+            return interlace.gemm_reduce_scatter(x, w, impl=impl, group=members)
+
+        for _ in range(2):
+            with pytest.raises(interlace.ArgumentError) as caught:
+                call(7)
+            errors.append(str(caught.value))
+            call(8)
+        long_ways.append(_takes_long_way(lambda: call(0)))
+        with mock.patch.object(group.memory, "limit_bytes", 1 << 30):
+            long_ways.append(_takes_long_way(lambda: call(12)))
+        long_ways.append(_takes_long_way(lambda: call(14)))
+    return errors, long_ways
+
+
+def test_rows_that_are_refused_are_so_behind_others(ranks: Any) -> None:
+    for (first, behind_others), long_ways in ranks(2).run(_refused_rows):
+        assert first == behind_others
+        assert "rows that are split evenly" in first
+        assert long_ways == [True, True, False]
+
+
+def _measured_rows() -> int:
+    """How many calls are measured of three with other rows, where the first two are to be."""
+    choose = GemmAllReduce.choose
+
+    def predicted(*given: Any, **call: Any) -> Any:
+        times_us = {"pushed": 1.0, "unfused": 1.0}
+        return dataclasses.replace(choose(*given, **call), times_us=times_us)
+
+    with (
+        _remembering() as (members, _),
+        mock.patch.object(dispatch, "_measure") as measure,
+        mock.patch.object(GemmAllReduce, "choose", predicted),
+        mock.patch.object(torch, "are_deterministic_algorithms_enabled", return_value=False),
+    ):
+        measure.side_effect = lambda call, decision: setattr(decision, "is_measured", True)
+        for rows, impl in ((8, "measured"), (12, "measured"), (14, "auto")):
+            x, w, _ = _operands(0, rows)
+            interlace.gemm_all_reduce(x, w, impl=impl, group=members)
+    return measure.call_count
+
+
+def test_rows_that_are_to_be_measured_take_the_long_way(ranks: Any) -> None:
+    assert ranks(2).run(_measured_rows) == [2, 2]
+
+
 def _other_forms() -> tuple[list[str], list[str]]:
     """Which calls take the long way when they are made first, and which once all have been made."""
     x, w, bias = _operands(0)
@@ -227,7 +347,7 @@ def _other_forms() -> tuple[list[str], list[str]]:
 def test_what_a_form_tells_apart(ranks: Any) -> None:
     for first, again in ranks(2).run(_other_forms):
         assert first == [
-            "first", "no bias", "rows", "strides of x", "layout of w", "alignment", "dtype",
+            "first", "no bias", "strides of x", "layout of w", "alignment", "dtype",
             "out_dtype", "impl",
         ]  # fmt: skip
         assert again == ["within the mode", "first", "forgotten", "first"]

@@ -193,7 +193,7 @@ def _run(operator, impl, operands, config, group, process_group, replace):
         config=config,
         configs={},
         mark=0,
-        is_explicit=replace,
+        impl=impl if replace else "auto",
     )
     return call.group.perform(declaration.implementation(impl).run(call))
 

@@ -17,7 +17,7 @@ from interlace.comm.groups.group import Group
 from interlace.comm.host.agreement import Agreement, Family
 from interlace.costs import known_profiles
 from interlace.costs.known_profiles import profile_of
-from interlace.gemm import dispatch
+from interlace.gemm import decision, dispatch
 from interlace.gemm.choice import by_class, rows_of_class
 from interlace.gemm.operator import product_operator
 from interlace.operators.gemm_all_reduce import GemmAllReduce
@@ -90,7 +90,7 @@ def test_ranks_choose_by_what_they_knew_when_they_agreed(ranks: Any) -> None:
 
 
 def _run_by_other_profiles() -> list[str]:
-    with mock.patch.object(dispatch, "profile_digest", return_value=f"{dist.get_rank()}'s"):
+    with mock.patch.object(decision, "profile_digest", return_value=f"{dist.get_rank()}'s"):
         return _run_by(lambda rank: ["chunked", "fused"] if rank else ["pushed", "unfused"])
 
 

@@ -61,11 +61,10 @@ class GemmCall:
         config: The fused kernel's configuration.
         configs: The configurations of implementations that have one of their own, by name.
         mark: The number that this call's signals carry; from the ranks' agreement.
+        impl: What the caller has asked for, an implementation or a way to choose one.
         is_batch_invariant: Whether a row's result must have the same bits in every batch.
         leaves: If the bits of a sum over ranks must not depend on their number, the leaves of the
             tree of sums that this rank has (see :func:`interlace.batch_invariant`); else 0.
-        is_explicit: Whether the caller has asked for the implementation by name. Else it may give
-            up, and another one runs.
         epilogue: What is computed of the sum, of operators that have that.
         known: By what ``Group.recall`` finds the call when it comes again; None for nothing.
         form: By what ``Group.recall_form`` finds a call of other operands that is alike; None for
@@ -84,7 +83,7 @@ class GemmCall:
     config: GemmConfig
     configs: Mapping[str, Configuration]
     mark: int
-    is_explicit: bool
+    impl: str
     is_batch_invariant: bool = False
     leaves: int = 0
     epilogue: Epilogue | None = None
@@ -93,6 +92,13 @@ class GemmCall:
     family: Family | None = None
     place: SymmetricPlace | None = None
     out: torch.Tensor | None = None
+
+    @property
+    def is_explicit(self) -> bool:
+        """Return whether the caller has asked for an implementation by name. Else it may give up,
+        and another one runs.
+        """
+        return self.impl not in self.operator.choosers
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:

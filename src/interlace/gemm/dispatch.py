@@ -5,78 +5,32 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
-import logging
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
 
 from interlace.comm import Group, group_named
-from interlace.comm.groups.symmetric_memory import SymmetricPlace
-from interlace.comm.host.agreement import Family
-from interlace.comm.host.identity import profile_digest
 from interlace.comm.replay.deferred import DeferredCall, PerformedCall, addresses
 from interlace.comm.replay.replays import AgainCall, places
 from interlace.comm.runtime import ranges
 from interlace.comm.runtime.driver import is_out_of_memory
-from interlace.costs.known_profiles import as_of, version
 from interlace.costs.registry import OPERATOR_COSTS
-from interlace.errors import ArgumentError, InterlaceError, WorkspaceError
+from interlace.errors import InterlaceError, WorkspaceError
 from interlace.gemm import autotune, invariance
-from interlace.gemm.between_nodes import times_between_nodes
-from interlace.gemm.call import GemmCall, RowPlan
+from interlace.gemm.call import GemmCall
 from interlace.gemm.choice import MAX_RANKS
-from interlace.gemm.config import GemmConfig
+from interlace.gemm.decision import Agreed, Decision, agree, decide, key_of
 from interlace.gemm.epilogue import Epilogue
 from interlace.gemm.invariance import (
     effective_impl,
-    invariant_implementation,
     is_invariant,
-    most_ranks_in,
-    name_in,
 )
 from interlace.gemm.operands import Operands
 from interlace.gemm.operator import GemmOperator, Splits
-from interlace.gemm.scaled import SCALE_BLOCK, has_wide_rows
-from interlace.gemm.terms import Terms
+from interlace.gemm.scaled import has_wide_rows
 from interlace.mapped.meeting import StreamMeeting
 from interlace.registry import Implementation
-from interlace.tuning.choice import Choice, configured
-
-log = logging.getLogger("interlace.gemm")
-
-Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-
-
-@dataclasses.dataclass
-class Decision:
-    """The implementation, rows and configuration of calls of one kind, agreed on by all ranks.
-
-    Attributes:
-        mark: The number that the calls' signals carry.
-        rows: How rows are shared out.
-        implementations: What runs: the first one that has memory for these sizes.
-        choice: What was chosen, with the configurations that implementations run with.
-        predicted_us: The predicted times of implementations; empty where the caller has chosen.
-        kind: What all ranks have agreed on; of calls that they have agreed on for all numbers of
-            rows, the class of the rows beside it.
-        family: What ranks have agreed on, if that was for all numbers of rows.
-        leaves: As a ``GemmCall`` has them.
-        is_measured: Whether the order of the implementations was measured.
-        has_run: Whether such a call has run, so that its memory is there.
-    """
-
-    mark: int
-    rows: RowPlan
-    implementations: tuple[Implementation, ...]
-    choice: Choice[GemmConfig]
-    predicted_us: Mapping[str, float]
-    kind: tuple[Hashable, ...]
-    family: Family | None = None
-    leaves: int = 0
-    is_measured: bool = False
-    has_run: bool = False
-
 
 Form = tuple[Hashable, ...]
 """What calls of plain operands that differ in addresses alone have in common, for
@@ -94,6 +48,9 @@ of a call that its form alone finds.
 
 _ALIGNMENT = 16
 """Bytes: Triton compiles for an address that this divides, and for one that it does not."""
+
+_SHAPE_OF_X, _SCALES = 4, 13
+"""Where :func:`known_call` has these in a form."""
 
 
 def recall_key(operator: str, tensors: Sequence[torch.Tensor | None], *options: Any) -> Hashable:
@@ -145,6 +102,34 @@ def known_call(
     return form, at
 
 
+def recall(group: Group, known: Known, *operands: torch.Tensor | None) -> Any:
+    """Run a call of plain operands that has come before, or is like an earlier one but for its
+    addresses and its rows; return its result, or None if it must take the long way.
+
+    Args:
+        group: The group of the call.
+        known: What :func:`known_call` says of it.
+        operands: X, w, bias and both scales.
+    """
+    result = group.recall_known(known, *operands)
+    if result is None:
+        result = group.recall_form(_form_of_any_rows(known[0]), known, *operands)
+    return result
+
+
+def _form_of_any_rows(form: Form) -> Form:
+    """Return what calls have in common whose forms are alike but for the rows of x, and the rows of
+    its scales with them.
+    """
+    parts: list[Any] = list(form)
+    rows, inner = parts[_SHAPE_OF_X]
+    parts[_SHAPE_OF_X] = inner
+    if parts[_SCALES]:
+        count, *others = parts[_SCALES]
+        parts[_SCALES] = (count if count == 1 or not rows else divmod(count, rows), *others)
+    return "any rows", *parts
+
+
 def run(
     operator: GemmOperator,
     operands: Operands,
@@ -183,7 +168,7 @@ def run(
         scales = operands.x_scale, operands.w_scale
         known = known_call(operator, x, w, bias, operands.out_dtype, gather, impl, group, *scales)
         if not ranges.is_listening():
-            result = group.recall_known(known, x, w, bias, *scales)
+            result = recall(group, known, x, w, bias, *scales)
             if result is not None:
                 return result
     form = None if known is None else known[0]
@@ -195,16 +180,17 @@ def run(
     is_new_each_time = operator.exchanges(lists)
     place = operator.place_of(operands.x, group) if operator.gives_rows(lists) else None
 
-    def decide() -> Decision:
+    def decided() -> Decision:
         also_agreed = {} if epilogue is None else epilogue.agreed()
-        return _decide(operator, operands, lists, group, impl, config, place, also_agreed)
+        agreed = agree(operator, operands, lists, group, impl, config, place, also_agreed)
+        return decide(operator, operands, lists, group, impl, config, place, agreed)
 
     if is_new_each_time:
-        decision = decide()
+        decision = decided()
     else:
         after = () if epilogue is None else epilogue.signature()
-        key = (operator.name, *operands.signature(), lists, gather, impl, config, place, *after)
-        decision = group.once(key, decide)
+        key = key_of(operator, operands, lists, gather, impl, config, place)
+        decision = group.once((*key, *after), decided)
     call = GemmCall(
         operator=operator,
         operands=operands,
@@ -215,7 +201,7 @@ def run(
         config=decision.choice.config,
         configs=decision.choice.configs,
         mark=decision.mark,
-        is_explicit=impl not in operator.choosers,
+        impl=impl,
         is_batch_invariant=is_invariant(impl),
         leaves=decision.leaves,
         epilogue=epilogue,
@@ -331,9 +317,21 @@ def _run(implementation: Implementation, call: GemmCall, decision: Decision) -> 
             is_deferred = isinstance(work, DeferredCall)
             work = work.into(call.out) if is_deferred else call.out.copy_(work)
         result = call.group.perform(work, call.known)
+    if call.form is not None and result is not None:
+        _remember(call, decision, work)
+    return result
+
+
+def _remember(call: GemmCall, decision: Decision, work: Any) -> None:
+    """Remember how a call has run, for those that are like it.
+
+    Args:
+        work: What the implementation has returned.
+    """
     replays, is_of_rows = call.group.replays, call.known is not None
-    if call.form is None or result is None or (is_of_rows and replays.alike(call.form) is not None):
-        return result
+    assert call.form is not None
+    if is_of_rows and replays.alike(call.form) is not None:
+        return
     makes_again = work.again if isinstance(work, (DeferredCall, PerformedCall)) else None
     again = None if makes_again is None else makes_again()
     if is_of_rows:
@@ -347,10 +345,74 @@ def _run(implementation: Implementation, call: GemmCall, decision: Decision) -> 
             form=None,
             epilogue=None if call.epilogue is None else call.epilogue.with_tensors(),
         )
-        again = functools.partial(_run_again, decision, template, operands.out_dtype, again)
+        out_dtype = call.operands.out_dtype
+        again = functools.partial(_run_again, decision, template, out_dtype, again)
+        # Where the program wants that, others are measured first.
+        is_open = decision.predicted_us and autotune.is_enabled(call.impl)
+        if call.epilogue is None and decision.family is not None and not is_open:
+            with_any_rows = _form_of_any_rows(call.form)
+            if replays.alike(with_any_rows) is None:
+                run_other = functools.partial(_run_other_rows, decision, template, out_dtype)
+                replays.remember_form(with_any_rows, run_other)
     if again is not None:
         replays.remember_form(call.form, again)
-    return result
+
+
+def _run_other_rows(
+    decision: Decision,
+    template: GemmCall,
+    out_dtype: torch.dtype,
+    group: Group,
+    known: Known,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    x_scale: torch.Tensor | None,
+    w_scale: torch.Tensor | None,
+) -> Any:
+    """Run a call like one that has run, but for its rows: past what was validated and agreed on for
+    any number of them. It is decided as such a call is that takes the long way.
+
+    Args:
+        decision: How that one was decided.
+        template: That call, without group and tensors.
+        out_dtype: The result's dtype.
+
+    Returns:
+        The result; None if it must take the long way, which may refuse it.
+    """
+    # Where there is a limit, implementations are asked for the memory that they need.
+    if not x.shape[0] or group.memory.limit_bytes is not None:
+        return None
+    operands = Operands(x, w, bias, x_scale, w_scale, out_dtype)
+    operator, impl, place = template.operator, template.impl, template.place
+    splits: Splits = (None,) * len(operator.split_names)
+
+    def decided() -> Decision:
+        assert decision.family is not None
+        agreed = Agreed.of(decision.family, operands.rows, *decision.kind[:-1])
+        return decide(operator, operands, splits, group, impl, "", place, agreed)
+
+    key = key_of(operator, operands, splits, template.gather, impl, "", place)
+    try:
+        other = group.once(key, decided)
+    except InterlaceError:
+        return None
+    if not other.rows.total:
+        return None
+    call = dataclasses.replace(
+        template,
+        operands=operands,
+        rows=other.rows,
+        group=group,
+        config=other.choice.config,
+        configs=other.choice.configs,
+        mark=other.mark,
+        leaves=other.leaves,
+        known=known,
+        form=known[0],
+    )
+    return _run_decided(call, other)
 
 
 def _run_again(
@@ -464,163 +526,3 @@ def group_for(operator: str, group_name: str, device: torch.device) -> Group:
     group = group_named(group_name, device)
     group.require_size(operator, MAX_RANKS)
     return group
-
-
-def _decide(
-    operator: GemmOperator,
-    operands: Operands,
-    splits: Splits,
-    group: Group,
-    impl: str,
-    config: str,
-    place: SymmetricPlace | None,
-    also_agreed: Mapping[str, Any],
-) -> Decision:
-    """Agree on a call with all ranks, and choose how it runs. Collective.
-
-    Calls that differ in their rows alone, without lists of them, are agreed on once for all numbers
-    of rows, as a server sees hundreds. Each rank chooses for itself then, and all alike, as they go
-    by the same code, tables and profiles.
-
-    Args:
-        place: Where x lies, if peers read it there.
-        also_agreed: What ranks must have in common beside operands and lists of rows.
-    """
-    of_rows = operator.agreed(operands, splits, group)
-    shared = {**operands.agreed(), **also_agreed, "impl": impl, "config": config}
-    if operator.reads_in_place:
-        shared["the_place_of_x"] = "ordinary memory" if place is None else str(place)
-
-    def choose() -> list[Any] | None:
-        # Lists that differ by rank are known once ranks have exchanged them; then each chooses.
-        if operator.exchanges(splits):
-            return None
-        try:
-            rows = operator.plan_rows(operands.rows, splits, group)
-        except InterlaceError:  # which ranks raise below, together
-            return None
-        return _choose(operator, operands, rows, group, place).packed()
-
-    # Ranks compare everything before the first of them goes on: a refusal below is every rank's.
-    family = None
-    if all(rows is None for rows in splits) and not group.spans_nodes:
-        knowledge = profile_digest(group.device)
-        family = group.agreement.family(operator.name, shared, of_rows, knowledge)
-    if family is not None and family.is_alike:
-        mark, chosen_by_rank_0, profiles = family.mark(operands.rows), None, family.profiles
-        kind: tuple[Hashable, ...] = (*shared.items(), autotune.class_of(operands.rows))
-    else:
-        family = None
-        agreed = {**of_rows, **shared}
-        mark, chosen_by_rank_0 = group.agreement.agree(operator.name, agreed, choose)
-        profiles, kind = version(), tuple(agreed.items())
-    operands.require_supported(operator.name, operator.takes_float8)
-    rows = operator.plan_rows(operands.rows, splits, group)
-    terms = operands.terms(rows.is_even, group.world_size, group.members.node_of_rank)
-    # A call within the mode says by its word what the caller has named.
-    named, is_free = name_in(impl), not is_invariant(impl)
-    most_ranks, leaves = most_ranks_in(impl), 0
-    if most_ranks > 1 and operator.adds_ranks:
-        ranks, dtype = group.world_size, operands.x.dtype
-        leaves = invariance.leaves_of(operator.name, most_ranks, ranks, operands.inner, dtype)
-    asked_for = named or operator.choosers[0]
-    operator.require_nodes(asked_for, group.nodes, terms, is_invariant=not is_free)
-    if chosen_by_rank_0 is None:
-        # What ranks have in common is what they knew when they agreed.
-        with as_of(profiles):
-            choice = _choose(operator, operands, rows, group, place)
-    else:
-        choice = Choice.unpacked(operator, chosen_by_rank_0)
-    if not is_free:
-        # A configuration names the kernel that it is for. One of another type than the operator's
-        # has one kernel, whatever the number of rows.
-        kernel = configured(operator, config) if config else None
-        if kernel is not None and kernel.config_type is not None and not named:
-            invariant = kernel
-        else:
-            asked, x = named or (kernel.name if kernel else ""), operands.x
-            invariant = invariant_implementation(operator, x.device, x.dtype, choice, terms, asked)
-        operator.require_nodes(invariant.name, group.nodes, terms, is_invariant=True)
-        implementations = resolve(operator, invariant.name, choice, terms)
-        chosen = operator.invariant_choice(
-            operands, choice, group.world_size, for_all_ranks=most_ranks > 1
-        )
-    else:
-        implementations = resolve(operator, impl, choice, terms)
-        chosen = choice
-    if config:
-        chosen = chosen.with_text(operator, config)
-    if operands.has_block_scales:
-        chosen = _with_shorter_steps(chosen)
-    # Where the caller has decided there is nothing to measure.
-    is_open = impl in operator.choosers and is_free and not config
-    log.debug(
-        "%s of x %s and w %s with impl=%r: %s (%s)",
-        operator.name, list(operands.x.shape), list(operands.w.shape), impl, choice.impl,
-        choice.reason,
-    )  # fmt: skip
-    return Decision(
-        mark,
-        rows,
-        implementations,
-        chosen,
-        # Only calls within a node are measured at their first call.
-        choice.times_us if is_open and not group.spans_nodes else {},
-        (operator.name, *kind),
-        family,
-        leaves,
-    )
-
-
-def _with_shorter_steps(choice: Choice[Any]) -> Choice[Any]:
-    """Return a choice whose configurations go along K in steps within a block of scales."""
-
-    def shorten(config: Any) -> Any:
-        return dataclasses.replace(config, block_k=min(config.block_k, SCALE_BLOCK))
-
-    configs = {name: shorten(config) for name, config in choice.configs.items()}
-    return dataclasses.replace(choice, config=shorten(choice.config), configs=configs)
-
-
-def _choose(
-    operator: GemmOperator,
-    operands: Operands,
-    rows: RowPlan,
-    group: Group,
-    place: SymmetricPlace | None,
-) -> Choice[Any]:
-    """Return what a free call takes by what this rank knows, between nodes if there are several."""
-    sizes = operands.sizes(rows.product)
-    choice = operator.choose(
-        **sizes,
-        out_dtype=operands.out_dtype,
-        world_size=group.world_size,
-        w_along_k=operands.w_along_k,
-        **({} if place is None else {"in_place": True}),
-        **({"has_block_scales": True} if operands.has_block_scales else {}),
-    )
-    if not group.spans_nodes:
-        return choice
-    times = times_between_nodes(operator.name, group.nodes, **sizes, world_size=group.world_size)
-    return choice.between(operator, group.nodes, times)
-
-
-def resolve(
-    operator: GemmOperator, impl: str, choice: Choice[Any], terms: Terms
-) -> tuple[Implementation, ...]:
-    """Return what may run a call: ``impl``, or what was chosen and does not refuse it, in turn.
-
-    Raises:
-        ArgumentError: ``impl`` was asked for and cannot run such a call.
-    """
-    if impl in operator.choosers:
-        candidates = map(operator.implementation, choice.candidates)
-        return tuple(candidate for candidate in candidates if candidate.refusal(terms) is None)
-    implementation = operator.implementation(impl)
-    refusal = implementation.refusal(terms)
-    if refusal is None:
-        return (implementation,)
-    nodes = 1 + max(terms.node_of_rank, default=0)
-    raise ArgumentError(
-        f"{operator.name}: impl={impl!r} must have {refusal}. {operator.advice(terms, nodes)}"
-    )

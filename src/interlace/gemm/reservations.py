@@ -53,7 +53,7 @@ def by_implementation(
         return {}
     choice = choose(rows.product)
     call = GemmCall(
-        operator, operands, rows, False, group, "", choice.config, choice.configs, 0, False,
+        operator, operands, rows, False, group, "", choice.config, choice.configs, 0, "auto",
         invariance.is_enabled(),
     )  # fmt: skip
     return {

@@ -194,7 +194,7 @@ def _recalled(
         operator, x, w, bias, out_dtype, gather, impl, known_to, x_scale, w_scale
     )
     with past_autograd():
-        result = known_to.recall_known(known, x, w, bias, x_scale, w_scale)
+        result = dispatch.recall(known_to, known, x, w, bias, x_scale, w_scale)
     return None if result is None else (result,)
 
 

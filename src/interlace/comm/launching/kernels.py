@@ -57,6 +57,8 @@ class Launch:
             ``num_warps``. A tuple among them holds only what JSON can, and so no ``tl.dtype``:
             Triton writes constants as JSON where a hook for what is compiled is set.
         keep: Tensors whose addresses are among the arguments; they live as long as the launch.
+        compiled: What Triton has compiled for these very arguments, and the values of constants
+            that are passed to it; None before the launch, and on the CPU.
     """
 
     kernel: Any
@@ -64,6 +66,7 @@ class Launch:
     arguments: Mapping[str, Any]
     constants: dict[str, Any]
     keep: tuple[Any, ...] = ()
+    compiled: tuple[Any, tuple[Any, ...]] | None = dataclasses.field(default=None, init=False)
 
     def __call__(self) -> None:
         """Enqueue the kernel on the current stream; on the CPU backend, run it.
@@ -84,6 +87,8 @@ class Launch:
         # host longer than the launch itself. So compiled kernels are remembered here.
         key = _key(self, values)
         found = _compiled.get(key)
+        if recording is None:
+            object.__setattr__(self, "compiled", found)
         # Counted before the launch: if that is interrupted, the kernel may be running.
         launches.value += 1
         if found is not None:
@@ -107,7 +112,9 @@ class Launch:
                 _compiled.clear()
             names = self.kernel.arg_names[len(values) :]
             constants = tuple(self.constants[name] for name in names)
-            _compiled[key] = compiled, constants
+            found = _compiled[key] = compiled, constants
+            if recording is None:
+                object.__setattr__(self, "compiled", found)
 
     def again(self) -> Callable[[int, Mapping[str, Any]], None] | None:
         """Return what launches this compiled kernel with another number of programs and other
@@ -117,11 +124,9 @@ class Launch:
         dtypes, alignments, and divisibility of integers by 16. The GPU that is torch's current one
         now must be so then.
         """
-        values = _in_order(self.kernel, self.arguments, self.constants)
-        found = _compiled.get(_key(self, values))
-        if found is None:
+        if self.compiled is None:
             return None
-        kernel, (compiled, constants), names = self.kernel, found, self.constants
+        kernel, (compiled, constants), names = self.kernel, self.compiled, self.constants
         device = torch.cuda.current_device()
 
         def launch(programs: int, arguments: Mapping[str, Any]) -> None:

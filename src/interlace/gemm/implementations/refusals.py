@@ -43,32 +43,32 @@ def needs(
     dtype_names = " or ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
 
     def refusal(terms: Terms) -> str | None:
+        # Every new number of rows comes here for each implementation, and most lack nothing.
+        lacking = []
         has_gpu = terms.device_type == "cuda"
+        if gpu and not has_gpu:
+            lacking.append("a GPU")
+        # Without a GPU PyTorch's operators need not be looked for, which imports a lot.
+        if torch_operator and has_gpu and not _has(torch_operator):
+            lacking.append(f"a PyTorch with torch.ops.symm_mem.{torch_operator}")
+        if most_rows is not None and terms.rows > most_rows:
+            lacking.append(f"at most {most_rows} rows")
+        if even_rows and not terms.is_even:
+            lacking.append("rows that are split evenly")
+        if same_dtype and terms.converts:
+            lacking.append("a result of the dtype that comes by default")
+        if dtypes and terms.dtype not in dtypes:
+            lacking.append(f"{dtype_names} operands")
+        if no_bias and terms.has_bias:
+            lacking.append("no bias")
+        if terms.result_bytes % multiple_bytes:
+            lacking.append(f"a result whose size is a multiple of {multiple_bytes} bytes")
         limit = most_bytes
         if most_parts_bytes is not None:
             limit = most_parts_bytes // terms.world_size
-        rules = (
-            (has_gpu or not gpu, "a GPU"),
-            # Without a GPU PyTorch's operators need not be looked for, which imports a lot.
-            (
-                not torch_operator or not has_gpu or _has(torch_operator),
-                f"a PyTorch with torch.ops.symm_mem.{torch_operator}",
-            ),
-            (most_rows is None or terms.rows <= most_rows, f"at most {most_rows} rows"),
-            (terms.is_even or not even_rows, "rows that are split evenly"),
-            (not same_dtype or not terms.converts, "a result of the dtype that comes by default"),
-            (not dtypes or terms.dtype in dtypes, f"{dtype_names} operands"),
-            (not no_bias or not terms.has_bias, "no bias"),
-            (
-                terms.result_bytes % multiple_bytes == 0,
-                f"a result whose size is a multiple of {multiple_bytes} bytes",
-            ),
-            (
-                limit is None or terms.result_bytes <= limit,
-                f"a result of at most {(limit or 0) / 2**20:.3g} MiB",
-            ),
-        )
-        return " and ".join(rule for holds, rule in rules if not holds) or None
+        if limit is not None and terms.result_bytes > limit:
+            lacking.append(f"a result of at most {limit / 2**20:.3g} MiB")
+        return " and ".join(lacking) or None
 
     return refusal
 

@@ -575,8 +575,8 @@ MUTANTS = [
     ),
     Mutant(
         "interlace/gemm/dispatch.py",
-        "count if count == 1 or not rows else divmod(count, rows)",
-        "count",
+        "count if count == 1 or not rows else divmod(count, rows), strides,",
+        "count, strides,",
         "gemm/test_forms.py::test_other_rows_are_decided_as_on_the_long_way",
     ),
     Mutant(
@@ -599,8 +599,8 @@ MUTANTS = [
     ),
     Mutant(
         "interlace/gemm/dispatch.py",
-        "x.shape, x.stride(), x.dtype, x_address % _ALIGNMENT,",
-        "x.shape, x.dtype, x_address % _ALIGNMENT,",
+        "inner, x.stride(), x.dtype, x_address % _ALIGNMENT,",
+        "inner, x.dtype, x_address % _ALIGNMENT,",
         "gemm/test_forms.py::test_what_a_form_tells_apart",
     ),
     Mutant(

@@ -16,7 +16,7 @@ import torch
 
 from interlace.comm.groups.group import Group
 from interlace.comm.replay.memory import call_when_gone
-from interlace.comm.runtime.dlpack import bytes_at
+from interlace.comm.runtime.dlpack import tensor_at
 from interlace.comm.runtime.ordinary import makes_ordinary_tensors
 from interlace.errors import BackendError, WorkspaceError
 from interlace.units import format_bytes, round_up
@@ -78,7 +78,7 @@ class NcclEngine:
     def window(self, nbytes: int) -> Window:
         """Allocate memory that a network card may reach, and register it. Collective."""
         memory = _NcclMemory(self._nccl, self._group.device, round_up(nbytes, nccl.ALIGNMENT_BYTES))
-        data = bytes_at(memory.address, (memory.nbytes,), (1,), self._group.device, memory)
+        data = tensor_at(memory.address, (memory.nbytes,), torch.uint8, self._group.device, memory)
         data.zero_()
         # No peer puts before the exchange that follows, so zeros never replace what arrives.
         torch.cuda.synchronize(self._group.device)

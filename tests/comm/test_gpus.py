@@ -4,6 +4,7 @@ has real ones.
 
 from __future__ import annotations
 
+import ctypes
 import warnings
 from types import SimpleNamespace
 from typing import Any
@@ -190,30 +191,24 @@ def test_a_call_cannot_follow_one_whose_stream_is_captured(monkeypatch: pytest.M
 def test_what_is_uploaded_is_there_for_later_calls_and_nobody_waits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The copy is from pinned memory, follows the last call, and is what the next one follows."""
+    """The copy is the driver's, follows the last call, and is what the next one follows."""
     calls, a, b, c = _Calls(monkeypatch), _Stream(), _Stream(), _Stream()
     calls.call(0, a)
     streams: Any = calls.groups[1]
-    streams.on_gpu, streams.device = True, torch.device("cuda", 0)
+    streams.on_gpu, streams.device = True, torch.device("cpu")
     streams._order, streams.current = calls.order, lambda: b
     streams.capture_id = lambda: None
-    made: list[tuple[Any, ...]] = []
+    b.cuda_stream = 7  # type: ignore[attr-defined]
+    made: list[tuple[int, list[Any]]] = []
 
-    class Pinned:
-        def to(self, device: torch.device, *, non_blocking: bool) -> str:
-            made.append((device, non_blocking, list(b.waits)))
-            return "copy"
+    def copy(target: int, source: int, nbytes: int, stream: int) -> tuple[int]:
+        made.append((stream, list(b.waits)))
+        ctypes.memmove(target, source, nbytes)
+        return (0,)
 
-    def tensor(numbers: Any, **options: Any) -> Pinned:
-        made.append((numbers, options))
-        return Pinned()
-
-    monkeypatch.setattr(torch, "tensor", tensor)
-    assert streams.upload([[1, 2]]) == "copy"
-    assert made == [
-        ([[1, 2]], {"dtype": torch.int64, "device": "cpu", "pin_memory": True}),
-        (streams.device, True, [a]),
-    ]
+    monkeypatch.setattr(module, "driver", lambda: SimpleNamespace(cuMemcpyHtoDAsync=copy))
+    assert streams.upload([[1, 2], [3, 4]]).tolist() == [[1, 2], [3, 4]]
+    assert made == [(7, [a])]
     assert calls.call(0, c) == [b]
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from interlace import WorkspaceError
 from interlace.comm.replay.memory import Block, FreeList, memory_of
-from interlace.comm.runtime.dlpack import bytes_at, view_as
+from interlace.comm.runtime.dlpack import tensor_at
 
 
 def test_memory_of_a_rank_is_of_blocks_that_have_this_rank():
@@ -107,7 +107,8 @@ def test_a_view_keeps_the_owner_and_the_last_one_frees_it():
     memory = np.arange(24, dtype=np.uint8)
     owner = _Owner()
     gone = weakref.ref(owner)
-    tensor = bytes_at(memory.ctypes.data, (2, 4), (12, 1), torch.device("cpu"), owner)
+    address = memory.ctypes.data
+    tensor = tensor_at(address, (2, 4), torch.uint8, torch.device("cpu"), owner, (12, 1))
     assert tensor.tolist() == [[0, 1, 2, 3], [12, 13, 14, 15]]
     tensor[1, 2] = 99
     assert memory[14] == 99
@@ -120,12 +121,19 @@ def test_a_view_keeps_the_owner_and_the_last_one_frees_it():
     assert gone() is None
 
 
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.float8_e4m3fn, torch.bool],
+)
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3), (3, 2, 1), (0, 4)])
-def test_bytes_of_every_rank_become_a_typed_tensor(shape):
-    count = torch.Size(shape).numel()
-    memory = np.arange(2 * 8, dtype=np.float32)  # two ranks, 8 elements apart
-    raw = bytes_at(memory.ctypes.data, (2, 4 * count), (32, 1), torch.device("cpu"), memory)
-    typed = view_as(raw, shape, torch.float32)
-    assert tuple(typed.shape) == (2, *shape)
-    expected = torch.from_numpy(memory).reshape(2, 8)[:, :count].reshape(2, *shape)
-    assert torch.equal(typed, expected)
+def test_memory_becomes_a_tensor_of_any_type(shape, dtype):
+    """Of types that DLPack has a code for here, and of others: contiguous, and of two ranks."""
+    count, device = torch.Size(shape).numel(), torch.device("cpu")
+    whole = torch.arange(16).remainder(2).to(dtype)  # two ranks, 8 elements apart
+    own = tensor_at(whole.data_ptr(), shape, dtype, device, whole)
+    assert own.dtype == dtype
+    assert own.is_contiguous()
+    assert not own._is_view()
+    assert own.tolist() == whole[:count].reshape(shape).tolist()
+    both = tensor_at(whole.data_ptr(), (2, *shape), dtype, device, whole, (8, *own.stride()))
+    assert both.tolist() == whole.reshape(2, 8)[:, :count].reshape(2, *shape).tolist()

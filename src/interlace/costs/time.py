@@ -359,12 +359,18 @@ class Corrections:
         known = self._known_in_first
         if point not in known:
             at = point / _POINTS_PER_OCTAVE
-            known[point] = [_nearness(at - first) for first, *_ in self._places]
+            # Many measured calls have the same size.
+            near = {first: _nearness(at - first) for first in {*self._first_places}}
+            known[point] = [near[first] for first in self._first_places]
         return known[point]
 
     @functools.cached_property
     def _places(self) -> list[tuple[float, ...]]:
         return [place_of(tuple(size)) for size in self.calls]
+
+    @functools.cached_property
+    def _first_places(self) -> list[float]:
+        return [first for first, *_ in self._places]
 
     @functools.cached_property
     def _known_along_first(

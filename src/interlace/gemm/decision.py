@@ -77,7 +77,7 @@ def key_of(
 
 
 @dataclasses.dataclass(frozen=True)
-class Agreed:
+class AgreedKind:
     """What all ranks have agreed on, by which each decides for itself.
 
     Attributes:
@@ -93,14 +93,14 @@ class Agreed:
     choice: list[Any] | None = None
 
     @staticmethod
-    def of(family: Family, rows: int, *shared: Hashable) -> Agreed:
+    def of(family: Family, rows: int, *shared: Hashable) -> AgreedKind:
         """Return what ranks have agreed on of the calls of a family with so many rows of x.
 
         Args:
             shared: What all calls of the family have in common.
         """
         kind = *shared, autotune.class_of(rows)
-        return Agreed(family.mark(rows), kind, family.profiles, family)
+        return AgreedKind(family.mark(rows), kind, family.profiles, family)
 
 
 def agree(
@@ -112,7 +112,7 @@ def agree(
     config: str,
     place: SymmetricPlace | None,
     also_agreed: Mapping[str, Any],
-) -> Agreed:
+) -> AgreedKind:
     """Agree on a call with all ranks. Collective.
 
     Calls that differ in their rows alone, without lists of them, are agreed on once for all numbers
@@ -143,11 +143,11 @@ def agree(
         knowledge = profile_digest(group.device)
         family = group.agreement.family(operator.name, shared, of_rows, knowledge)
         if family.is_alike:
-            return Agreed.of(family, operands.rows, operator.name, *shared.items())
+            return AgreedKind.of(family, operands.rows, operator.name, *shared.items())
     agreed = {**of_rows, **shared}
     mark, chosen_by_rank_0 = group.agreement.agree(operator.name, agreed, choose)
     kind = operator.name, *agreed.items()
-    return Agreed(mark, kind, version(), choice=chosen_by_rank_0)
+    return AgreedKind(mark, kind, version(), choice=chosen_by_rank_0)
 
 
 def decide(
@@ -158,7 +158,7 @@ def decide(
     impl: str,
     config: str,
     place: SymmetricPlace | None,
-    agreed: Agreed,
+    agreed: AgreedKind,
 ) -> Decision:
     """Choose how a call runs that ranks have agreed on.
 

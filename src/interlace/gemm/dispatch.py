@@ -20,7 +20,7 @@ from interlace.errors import InterlaceError, WorkspaceError
 from interlace.gemm import autotune, invariance
 from interlace.gemm.call import GemmCall
 from interlace.gemm.choice import MAX_RANKS
-from interlace.gemm.decision import Agreed, Decision, agree, decide, key_of
+from interlace.gemm.decision import AgreedKind, Decision, agree, decide, key_of
 from interlace.gemm.epilogue import Epilogue
 from interlace.gemm.invariance import (
     effective_impl,
@@ -34,7 +34,8 @@ from interlace.registry import Implementation
 
 Form = tuple[Hashable, ...]
 """What calls of plain operands that differ in addresses alone have in common, for
-``Group.recall_form``.
+``Group.recall_form``: the number of rows of x first, and then what calls have in common that differ
+in that, too.
 
 Beside the arguments that is what the program may change between two calls: whether they must be
 batch-invariant, and whether they are measured. What ranks have agreed on for such calls stays until
@@ -48,9 +49,6 @@ of a call that its form alone finds.
 
 _ALIGNMENT = 16
 """Bytes: Triton compiles for an address that this divides, and for one that it does not."""
-
-_SHAPE_OF_X, _SCALES = 4, 13
-"""Where :func:`known_call` has these in a form."""
 
 
 def recall_key(operator: str, tensors: Sequence[torch.Tensor | None], *options: Any) -> Hashable:
@@ -84,18 +82,21 @@ def known_call(
     at = x_address, w_address, bias_address, *scale_addresses = addresses(
         x, w, bias, x_scale, w_scale
     )
+    # Nothing is validated yet.
+    rows, inner = (x.shape[0], x.shape[1:]) if x.dim() else (0, ())
     if x_scale is not None and w_scale is not None:
-        strides = x_scale.stride() if has_wide_rows(x_scale) else None
+        count, strides = x_scale.numel(), x_scale.stride() if has_wide_rows(x_scale) else None
         scales = (
-            x_scale.numel(), strides, x_scale.dtype, w_scale.numel(), w_scale.dtype,
+            count if count == 1 or not rows else divmod(count, rows), strides,
+            x_scale.dtype, w_scale.numel(), w_scale.dtype,
             *(address % _ALIGNMENT for address in scale_addresses),
         )  # fmt: skip
     extra = None
     if bias is not None:
         extra = bias.shape, bias.dtype, bias_address % _ALIGNMENT
     form = (
-        operator.name, impl, gather, out_dtype,
-        x.shape, x.stride(), x.dtype, x_address % _ALIGNMENT,
+        rows, operator.name, impl, gather, out_dtype,
+        inner, x.stride(), x.dtype, x_address % _ALIGNMENT,
         w.shape, w.stride(), w.dtype, w_address % _ALIGNMENT,
         extra, scales, operator.place_of(x, group), invariance.mode(), autotune.is_enabled(impl),
     )  # fmt: skip
@@ -103,31 +104,23 @@ def known_call(
 
 
 def recall(group: Group, known: Known, *operands: torch.Tensor | None) -> Any:
-    """Run a call of plain operands that has come before, or is like an earlier one but for its
-    addresses and its rows; return its result, or None if it must take the long way.
+    """Run a call that has come before, or is like an earlier one but for its addresses and its
+    rows; return its result, or None if it must take the long way.
 
     Args:
         group: The group of the call.
-        known: What :func:`known_call` says of it.
-        operands: X, w, bias and both scales.
+        known: Its form and its addresses.
+        operands: X, w, bias and both scales, and the tensors of an epilogue.
     """
     result = group.recall_known(known, *operands)
     if result is None:
-        result = group.recall_form(_form_of_any_rows(known[0]), known, *operands)
+        result = group.recall_form(_of_any_rows(known[0]), known, *operands)
     return result
 
 
-def _form_of_any_rows(form: Form) -> Form:
-    """Return what calls have in common whose forms are alike but for the rows of x, and the rows of
-    its scales with them.
-    """
-    parts: list[Any] = list(form)
-    rows, inner = parts[_SHAPE_OF_X]
-    parts[_SHAPE_OF_X] = inner
-    if parts[_SCALES]:
-        count, *others = parts[_SCALES]
-        parts[_SCALES] = (count if count == 1 or not rows else divmod(count, rows), *others)
-    return "any rows", *parts
+def _of_any_rows(form: Form) -> Form:
+    """Return what calls have in common whose forms are alike but for the rows of x."""
+    return "any rows", *form[1:]
 
 
 def run(
@@ -349,8 +342,8 @@ def _remember(call: GemmCall, decision: Decision, work: Any) -> None:
         again = functools.partial(_run_again, decision, template, out_dtype, again)
         # Where the program wants that, others are measured first.
         is_open = decision.predicted_us and autotune.is_enabled(call.impl)
-        if call.epilogue is None and decision.family is not None and not is_open:
-            with_any_rows = _form_of_any_rows(call.form)
+        if decision.family is not None and not is_open:
+            with_any_rows = _of_any_rows(call.form)
             if replays.alike(with_any_rows) is None:
                 run_other = functools.partial(_run_other_rows, decision, template, out_dtype)
                 replays.remember_form(with_any_rows, run_other)
@@ -369,6 +362,7 @@ def _run_other_rows(
     bias: torch.Tensor | None,
     x_scale: torch.Tensor | None,
     w_scale: torch.Tensor | None,
+    *epilogue_tensors: torch.Tensor | None,
 ) -> Any:
     """Run a call like one that has run, but for its rows: past what was validated and agreed on for
     any number of them. It is decided as such a call is that takes the long way.
@@ -387,15 +381,19 @@ def _run_other_rows(
     operands = Operands(x, w, bias, x_scale, w_scale, out_dtype)
     operator, impl, place = template.operator, template.impl, template.place
     splits: Splits = (None,) * len(operator.split_names)
+    epilogue, after = template.epilogue, tuple[Hashable, ...]()
+    if epilogue is not None:
+        epilogue = epilogue.with_tensors(*epilogue_tensors)
+        after = epilogue.signature()
 
     def decided() -> Decision:
         assert decision.family is not None
-        agreed = Agreed.of(decision.family, operands.rows, *decision.kind[:-1])
+        agreed = AgreedKind.of(decision.family, operands.rows, *decision.kind[:-1])
         return decide(operator, operands, splits, group, impl, "", place, agreed)
 
     key = key_of(operator, operands, splits, template.gather, impl, "", place)
     try:
-        other = group.once(key, decided)
+        other = group.once((*key, *after), decided)
     except InterlaceError:
         return None
     if not other.rows.total:
@@ -409,6 +407,7 @@ def _run_other_rows(
         configs=other.choice.configs,
         mark=other.mark,
         leaves=other.leaves,
+        epilogue=epilogue,
         known=known,
         form=known[0],
     )

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from interlace.comm import group_of
 from interlace.comm.groups.symmetric import require_dtype, sizes_of
-from interlace.comm.runtime.dlpack import bytes_at, view_as
+from interlace.comm.runtime.dlpack import tensor_at
 from interlace.errors import ArgumentError
 from interlace.mapped.layout import SUM_PIECES, chunk_of, received_pieces, waiting_pieces
 from interlace.mapped.output import MappedOutput
@@ -168,13 +168,9 @@ class Fused:
         """
         assert self._sums is not None
         group, (ranks, rows, columns) = self.output.group, self._parts
-        nbytes = math.prod(self._parts) * self.output.dtype.itemsize
         address = self._sums.address + turn * (self._sums.nbytes // 2) + group.rank * group.stride
-        return view_as(
-            bytes_at(address, (nbytes,), (1,), group.device, self._sums),
-            (ranks * rows, columns),
-            self.output.dtype,
-        )
+        shape, dtype = (ranks * rows, columns), self.output.dtype
+        return tensor_at(address, shape, dtype, group.device, self._sums)
 
 
 def _refuse_shape(target: torch.Tensor, sizes: torch.Size, strides: tuple[int, ...]) -> NoReturn:

@@ -5,13 +5,10 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
-from interlace.comm import Group
 from interlace.comm.replay.memory import Block, call_when_gone
-from interlace.comm.runtime.dlpack import bytes_at
 from interlace.errors import ArgumentError
 from interlace.units import round_up
 
@@ -107,17 +104,3 @@ def chunk_of_block(sizes: Sequence[int], itemsize: int, granularity: int) -> Chu
     strides = torch.empty(sizes, device="meta").stride()
     nbytes = round_up(max(math.prod(sizes) * itemsize, 1), granularity)
     return Chunk(tuple(sizes), strides, nbytes)
-
-
-def tensor_at(
-    group: Group,
-    address: int,
-    nbytes: int,
-    sizes: Sequence[int],
-    strides: Sequence[int],
-    dtype: torch.dtype,
-    owner: Any,
-) -> torch.Tensor:
-    """Return a tensor over ``nbytes`` at ``address``, which ``owner`` keeps."""
-    raw = bytes_at(address, (nbytes,), (1,), group.device, owner)
-    return raw.view(dtype).as_strided(list(sizes), list(strides))

@@ -18,6 +18,7 @@ from interlace.comm.launching.kernels import (
     triton_dtype,
 )
 from interlace.comm.replay.memory import Block
+from interlace.comm.runtime.dlpack import tensor_at
 from interlace.comm.runtime.interpreter import require
 from interlace.comm.runtime.ordinary import makes_ordinary_tensors
 from interlace.errors import ArgumentError
@@ -27,7 +28,6 @@ from interlace.mapped.layout import (
     chunk_of_block,
     chunk_of_rows,
     received_pieces,
-    tensor_at,
 )
 from interlace.mapped.meeting import StreamMeeting
 
@@ -129,16 +129,14 @@ class MappedOutput:
         self._block = self.group.allocate(chunk.nbytes, received_pieces(ranks))
         step = chunk.nbytes // dtype.itemsize
         # The received parts are contiguous on this rank; the written ones are spread over ranks.
-        received = (ranks, *chunk.sizes), (step, *chunk.strides)
+        device = self.group.device
+        sizes_of_all, strides = (ranks, *chunk.sizes), (step, *chunk.strides)
         self._received = [
-            tensor_at(
-                self.group, self._slot(half, rank, 0), ranks * chunk.nbytes, *received, dtype,
-                self._block,
-            )
+            tensor_at(self._slot(half, rank, 0), sizes_of_all, dtype, device, self._block, strides)
             for half in range(2)
-        ]  # fmt: skip
+        ]
         # A matrix, and a single part, have the dimensions of a chunk, others one more.
-        strides = chunk.strides if len(chunk.strides) == len(sizes) else (step, *chunk.strides)
+        strides = chunk.strides if len(chunk.strides) == len(sizes) else strides
         self._written = [self._map(homes, sizes, strides) for homes in self._homes()]
         self._meeting = StreamMeeting.of(self.group, OPERATOR, mark)
         # Int32 on the device: 0 if the parts that were written must not be used.
@@ -170,15 +168,8 @@ class MappedOutput:
         mapping = Mapping(
             self._block, self.group.device, *self.group.remap(pieces, self._chunk.nbytes)
         )
-        return tensor_at(
-            self.group,
-            mapping.address,
-            len(pieces) * self._chunk.nbytes,
-            sizes,
-            strides,
-            self.dtype,
-            mapping,
-        )
+        device = self.group.device
+        return tensor_at(mapping.address, sizes, self.dtype, device, mapping, strides)
 
     @property
     def place(self) -> tuple[int, int]:
@@ -412,7 +403,7 @@ def empty_rotating(
     chunk = chunk_of_rows("empty_rotating", rows, columns, dtype.itemsize, owner.granularity)
     block = owner.allocate(chunk.nbytes)
     address = block.address + owner.rank * block.stride
-    natural = tensor_at(owner, address, chunk.nbytes, chunk.sizes, chunk.strides, dtype, block)
+    natural = tensor_at(address, chunk.sizes, dtype, owner.device, block, chunk.strides)
     # The own rows come last, so a rank on its own rotates nothing.
     if owner.world_size == 1:
         return RotatingInput(natural, natural)
@@ -425,7 +416,6 @@ def empty_rotating(
         * chunk.strides[0]
         * dtype.itemsize
     )
-    rotated = tensor_at(
-        owner, mapping.address + start, chunk.nbytes, chunk.sizes, chunk.strides, dtype, mapping
-    )
+    address = mapping.address + start
+    rotated = tensor_at(address, chunk.sizes, dtype, owner.device, mapping, chunk.strides)
     return RotatingInput(natural, rotated)

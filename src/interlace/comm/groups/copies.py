@@ -10,7 +10,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -18,17 +18,17 @@ import torch
 from interlace.comm.cpu import cpu_faults
 from interlace.comm.runtime.deadlines import pauses_of_a_wait
 from interlace.comm.runtime.driver import driver, require_enqueued
+from interlace.comm.runtime.streams import OnStream
 from interlace.errors import BackendError
 
 if TYPE_CHECKING:
     from interlace.comm.groups.group import Group
 
 
-@contextlib.contextmanager
 def beside(
     group: Group, *, first: bool = False, since: torch.cuda.Event | None = None
-) -> Iterator[None]:
-    """Enqueue the work of the context on a side stream, concurrent with the current stream.
+) -> contextlib.AbstractContextManager[None]:
+    """Return a context whose work is enqueued on a side stream, concurrent with the current stream.
 
     The work runs after everything that the current stream has got before, and concurrently with
     everything that it gets later. End with :func:`join`. The CPU backend runs the work at once.
@@ -41,13 +41,14 @@ def beside(
             (see :func:`so_far`).
     """
     if group.backend == "cpu":
-        yield
-        return
+        return contextlib.nullcontext()
     # The side stream must not overtake the work that its copies read.
-    side = group.streams.side(first)
-    side.wait_event(since or group.streams.current().record_event())
-    with torch.cuda.stream(side):
-        yield
+    side, current = group.streams.side(first), group.streams.current()
+    if since is None:
+        group.streams.follow(side, current)
+    else:
+        side.wait_event(since)
+    return OnStream(side, current)
 
 
 def join(group: Group, *, first: bool = False) -> None:
@@ -58,7 +59,7 @@ def join(group: Group, *, first: bool = False) -> None:
         first: The value that was passed to :func:`beside`.
     """
     if group.backend == "cuda":
-        group.streams.current().wait_event(group.streams.side(first).record_event())
+        group.streams.follow(group.streams.current(), group.streams.side(first))
 
 
 def so_far(group: Group) -> torch.cuda.Event | None:
@@ -154,7 +155,7 @@ def push(group: Group, transfers: Sequence[Transfer]) -> None:
         return
     with group.on_device():
         side = group.streams.side(False)
-        side.wait_event(group.streams.current().record_event())
+        group.streams.follow(side, group.streams.current())
         for transfer in transfers:
             _copy(transfer.target, transfer.source, transfer.nbytes, side)
 

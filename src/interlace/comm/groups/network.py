@@ -18,7 +18,7 @@ from interlace.comm.host.members import Members
 from interlace.comm.replay.memory import call_when_gone
 from interlace.comm.replay.replays import Replays
 from interlace.comm.runtime.deadlines import KERNELS_ABORT_S, watch_pause_s
-from interlace.comm.runtime.dlpack import bytes_at, view_as
+from interlace.comm.runtime.dlpack import tensor_at
 from interlace.comm.runtime.driver import Write, writer
 from interlace.comm.runtime.ordinary import makes_ordinary_tensors
 from interlace.units import next_power_of_2
@@ -119,8 +119,7 @@ class Watch:
         words = torch.tensor([-1, 0], dtype=torch.int32).pin_memory()
         self._view = words.numpy()
         # Kernels write to the host's memory: a copy engine takes 15 us to begin behind a kernel.
-        raw = bytes_at(words.data_ptr(), [words.nbytes], [1], members.device, words)
-        self._words = view_as(raw, [2], torch.int32)
+        self._words = tensor_at(words.data_ptr(), (2,), torch.int32, members.device, words)
         self._seen, self._since = -2, 0.0
         self._stopped = threading.Event()
         target = weakref.WeakMethod(self._look)

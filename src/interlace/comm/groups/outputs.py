@@ -14,7 +14,6 @@ A tensor that is read on another stream must live until the group's stream has w
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -26,7 +25,7 @@ from interlace.comm.host.health import Health
 from interlace.comm.host.members import Members
 from interlace.comm.replay.memory import Block
 from interlace.comm.replay.replays import Replays
-from interlace.comm.runtime.dlpack import bytes_at
+from interlace.comm.runtime.dlpack import tensor_at
 from interlace.comm.runtime.ordinary import in_inductors_run
 from interlace.comm.runtime.streams import Streams
 
@@ -108,13 +107,10 @@ class Output:
         The buffer is free again when the last view of the tensor is gone. The tensor itself is no
         view: one that is made where nothing is recorded could not be changed in place by what is.
         """
-        nbytes = math.prod(shape) * dtype.itemsize
         owner: object = self._space.block
         if self.lent:
             owner = _Lease(self._space, self.destination.own_index)
-        raw = bytes_at(self.local_address, (nbytes,), (1,), device, owner)
-        whole = torch.empty(0, dtype=dtype, device=device)
-        return whole.set_(raw.untyped_storage(), 0, tuple(shape), ())
+        return tensor_at(self.local_address, shape, dtype, device, owner)
 
 
 def taking_output(

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from interlace.comm.groups.group import Group, group_of
-from interlace.comm.runtime.dlpack import bytes_at, view_as
+from interlace.comm.runtime.dlpack import tensor_at
 from interlace.comm.runtime.ordinary import makes_ordinary_tensors
 from interlace.errors import ArgumentError
 
@@ -146,8 +146,7 @@ def empty_symmetric(
     owner.agreement.compare("empty_symmetric", {"shape": list(sizes), "dtype": str(dtype)})
     nbytes = math.prod(sizes) * dtype.itemsize
     block = owner.memory.allocate_tensor(nbytes)
-    spans = bytes_at(
-        block.address, (owner.world_size, nbytes), (block.stride, 1), owner.device, block
-    )
     local = block.part_of(owner.rank, owner.device, sizes, dtype)
-    return SymmetricTensor(local=local, peers=view_as(spans, sizes, dtype), group=owner)
+    shape, strides = (owner.world_size, *sizes), (block.stride // dtype.itemsize, *local.stride())
+    peers = tensor_at(block.address, shape, dtype, owner.device, block, strides)
+    return SymmetricTensor(local=local, peers=peers, group=owner)

@@ -21,7 +21,7 @@ from interlace.comm.replay import recording as recordings
 from interlace.comm.replay import tapes
 from interlace.comm.runtime import kernel_folder
 from interlace.comm.runtime.conditions import Condition, has, returns
-from interlace.comm.runtime.dlpack import bytes_at, view_as
+from interlace.comm.runtime.dlpack import tensor_at
 from interlace.comm.runtime.interpreter import interpreting
 from interlace.comm.runtime.streams import launches
 from interlace.units import ceil_div
@@ -485,7 +485,7 @@ def describe_memory(
     """
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    base = view_as(bytes_at(address, (16,), (1,), device, None), (16 // dtype.itemsize,), dtype)
+    base = tensor_at(address, (16 // dtype.itemsize,), dtype, device, None)
     shape, strides = zip(*sizes, strict=True)
     before = [1] * (len(shape) - len(block))
     return TensorDescriptor(base, list(shape), list(strides), before + list(block))

@@ -26,7 +26,6 @@ is emptied when that is safe.
 from __future__ import annotations
 
 import contextlib
-import math
 import threading
 import weakref
 from abc import ABC, abstractmethod
@@ -37,7 +36,7 @@ from typing import Any
 import torch
 
 from interlace.comm.runtime.conditions import Condition, returns
-from interlace.comm.runtime.dlpack import bytes_at, view_as
+from interlace.comm.runtime.dlpack import tensor_at
 from interlace.comm.runtime.ordinary import makes_ordinary_tensors
 from interlace.errors import WorkspaceError
 from interlace.units import format_bytes, round_up
@@ -255,9 +254,7 @@ class Block:
         It has a storage of its own, so that code which copies whole storages never touches the
         memory of others.
         """
-        nbytes = math.prod(shape) * dtype.itemsize
-        raw = bytes_at(self.address_of(rank), (nbytes,), (1,), device, self)
-        return view_as(raw, shape, dtype)
+        return tensor_at(self.address_of(rank), shape, dtype, device, self)
 
     def withdraw(self) -> None:
         """Leave the block out of :func:`memory_of`, because its memory is gone before it."""

@@ -13,35 +13,27 @@ called then. The deleter is C's ``free``.
 from __future__ import annotations
 
 import ctypes
+import struct
 from collections.abc import Sequence
 
 import torch
 from torch.utils.dlpack import from_dlpack
 
 _CPU, _CUDA, _ROCM = 1, 2, 10
-_UINT = 1  # kDLUInt
+_INT, _UINT, _FLOAT, _BFLOAT = 0, 1, 2, 4
+_CODES = {
+    torch.uint8: (_UINT, 8), torch.int32: (_INT, 32), torch.int64: (_INT, 64),
+    torch.float16: (_FLOAT, 16), torch.float32: (_FLOAT, 32), torch.bfloat16: (_BFLOAT, 16),
+}  # fmt: skip
+"""Codes and bits of element types; not all that PyTorch can read, and all that come often."""
 
+_MANAGED = struct.Struct("=QiiiBBHQQQQQ")
+"""``DLManagedTensor`` with the structures in it: data, type and index of the device, number of
+dimensions, code, bits and lanes of an element, shape, strides, offset, context, and deleter.
+"""
 
-class _Managed(ctypes.Structure):
-    """Mirror ``DLManagedTensor``, with the fields of the structures in it."""
-
-    _fields_ = (
-        ("data", ctypes.c_void_p),
-        ("device_type", ctypes.c_int32),
-        ("device_index", ctypes.c_int32),
-        ("ndim", ctypes.c_int32),
-        ("type_code", ctypes.c_uint8),
-        ("type_bits", ctypes.c_uint8),
-        ("type_lanes", ctypes.c_uint16),
-        ("shape", ctypes.POINTER(ctypes.c_int64)),
-        ("strides", ctypes.POINTER(ctypes.c_int64)),
-        ("byte_offset", ctypes.c_uint64),
-        ("context", ctypes.c_void_p),
-        ("deleter", ctypes.c_void_p),
-    )
-
-
-_c = ctypes.CDLL(None)
+# By an interface that does not let other threads run: what is called returns at once.
+_c = ctypes.PyDLL(None)
 _c.malloc.restype = ctypes.c_void_p
 _c.malloc.argtypes = (ctypes.c_size_t,)
 _FREE = ctypes.cast(_c.free, ctypes.c_void_p).value
@@ -51,49 +43,45 @@ _new_capsule.restype = ctypes.py_object
 _new_capsule.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
 
 
-def bytes_at(
-    address: int, shape: Sequence[int], strides: Sequence[int], device: torch.device, owner: object
+def tensor_at(
+    address: int,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    owner: object,
+    strides: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """Return a uint8 tensor over existing memory.
+    """Return a tensor over existing memory, which is no view of another one.
 
     Args:
         address: Address of element 0.
-        shape: Size of each dimension, in bytes.
-        strides: Stride of each dimension, in bytes.
+        shape: Size of each dimension, in elements.
+        dtype: Element type.
         device: Device whose kernels will use the tensor (for peers' memory: this rank's device).
         owner: Object that is kept alive as long as any view of the tensor.
+        strides: Stride of each dimension, in elements; None for a contiguous tensor.
     """
-    ndim = len(shape)
+    if strides is None:
+        strides = [1] * len(shape)
+        for dimension in range(len(shape) - 1, 0, -1):
+            strides[dimension - 1] = strides[dimension] * max(shape[dimension], 1)
+    if dtype not in _CODES:
+        last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+        nbytes = 0 if 0 in shape else (last + 1) * dtype.itemsize
+        raw = tensor_at(address, (nbytes,), torch.uint8, device, owner)
+        empty = torch.empty(0, dtype=dtype, device=device)
+        return empty.set_(raw.untyped_storage(), 0, tuple(shape), tuple(strides))
+    count, (code, bits) = len(shape), _CODES[dtype]
     kind = _CPU if device.type == "cpu" else (_ROCM if torch.version.hip else _CUDA)
-    managed = _Managed(
-        data=address,
-        device_type=kind,
-        device_index=device.index or 0,
-        ndim=ndim,
-        type_code=_UINT,
-        type_bits=8,
-        type_lanes=1,
-        # torch copies both while it makes the tensor.
-        shape=(ctypes.c_int64 * ndim)(*shape),
-        strides=(ctypes.c_int64 * ndim)(*strides),
-        deleter=_FREE,
+    # torch copies both while it makes the tensor.
+    sizes = (ctypes.c_int64 * (2 * count))(*shape, *strides)
+    at_shape = ctypes.addressof(sizes)
+    at_strides = at_shape + count * ctypes.sizeof(ctypes.c_int64)
+    managed = _MANAGED.pack(
+        address, kind, device.index or 0, count, code, bits, 1, at_shape, at_strides, 0, 0, _FREE
     )
-    address_of_managed = _c.malloc(ctypes.sizeof(managed))
-    ctypes.memmove(address_of_managed, ctypes.addressof(managed), ctypes.sizeof(managed))
-    tensor: torch.Tensor = from_dlpack(_new_capsule(address_of_managed, b"dltensor", None))
+    at_managed = _c.malloc(len(managed))
+    ctypes.memmove(at_managed, managed, len(managed))
+    tensor: torch.Tensor = from_dlpack(_new_capsule(at_managed, b"dltensor", None))
     tensor.untyped_storage()._interlace_owner = owner  # type: ignore[attr-defined]
     return tensor
-
-
-def view_as(raw: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Return uint8 ``[..., n_bytes]`` as ``[..., *shape]`` of ``dtype``, without a copy.
-
-    Only the last dimension of ``raw`` is reinterpreted; a leading dimension keeps its stride.
-    """
-    lead = raw.shape[:-1]
-    typed = raw.view(dtype)
-    inner = [1]
-    for size in reversed(shape[1:]):
-        inner.insert(0, inner[0] * size)
-    strides = [*typed.stride()[:-1], *(inner if shape else [])]
-    return typed.as_strided([*lead, *shape], strides)

@@ -15,7 +15,7 @@ import torch
 
 from interlace.comm.runtime.conditions import Condition, has, returns
 from interlace.comm.runtime.deadlines import FAILED_S
-from interlace.comm.runtime.driver import driver
+from interlace.comm.runtime.driver import driver, require_enqueued
 from interlace.comm.runtime.ordinary import makes_ordinary_tensors
 from interlace.errors import GroupError, WorkspaceError
 
@@ -68,6 +68,7 @@ class Streams:
             -1 if device.index is None else device.index, StreamOrder()
         )
         self._side_streams: dict[tuple[bool, int], torch.cuda.Stream] = {}
+        self._passing: torch.cuda.Event | None = None
 
     def current(self) -> torch.cuda.Stream:
         """Return the current stream of the GPU; equal streams are the same object."""
@@ -92,6 +93,17 @@ class Streams:
         if key not in self._side_streams:
             self._side_streams[key] = torch.cuda.Stream(self.device, priority=-1 if first else 0)
         return self._side_streams[key]
+
+    def follow(self, stream: torch.cuda.Stream, earlier: torch.cuda.Stream) -> None:
+        """Make what ``stream`` gets from here on follow what another stream has got so far.
+
+        As ``Stream.wait_stream``, with one event for all times, as a wait is for what the event
+        has recorded last before it: to make one takes the host longer than what it is for.
+        """
+        if self._passing is None:
+            self._passing = torch.cuda.Event()
+        self._passing.record(earlier)
+        stream.wait_event(self._passing)
 
     def synchronize(self, is_broken: Callable[[], bool] = lambda: False) -> None:
         """Wait until the GPU is idle; return at once on the CPU backend.
@@ -198,18 +210,26 @@ class Streams:
     def upload(self, numbers: Sequence[int] | Sequence[Sequence[int]]) -> torch.Tensor:
         """Return numbers as an int64 tensor on the device, for calls on any stream.
 
-        The host does not wait for the GPU, as it would if it copied from memory that is not pinned:
-        what a call needs for the first time, such as a table for a new number of rows, may be
-        wanted while the GPU has yet to run much of what was enqueued before.
+        The host does not wait for the GPU: what a call needs for the first time, such as a table
+        for a new number of rows, may be wanted while the GPU has yet to run much of what was
+        enqueued before.
 
         Raises:
             WorkspaceError: As :meth:`follow_last_call`, as later calls follow the copy.
+            BackendError: The driver refuses the copy.
         """
         if not self.on_gpu:
             return torch.tensor(numbers, dtype=torch.int64, device=self.device)
         self.follow_last_call()
-        pinned = torch.tensor(numbers, dtype=torch.int64, device="cpu", pin_memory=True)
-        return pinned.to(self.device, non_blocking=True)
+        on_host = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+        uploaded = torch.empty_like(on_host, device=self.device)
+        # The driver takes the numbers before it returns, which it does without waiting for the
+        # stream; PyTorch would wait, and would take longer to find pinned memory.
+        result = driver().cuMemcpyHtoDAsync(
+            uploaded.data_ptr(), on_host.data_ptr(), on_host.nbytes, self.current().cuda_stream
+        )
+        require_enqueued(result, "a copy of %d bytes", on_host.nbytes)
+        return uploaded
 
 
 def _capture_of(stream: torch.cuda.Stream) -> int | None:
@@ -221,6 +241,31 @@ def _capture_of(stream: torch.cuda.Stream) -> int | None:
     if status == cu.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE:
         return int(capture_id)
     return None
+
+
+class OnStream:
+    """A context in which a stream of torch's current GPU is its current one.
+
+    ``torch.cuda.stream`` does the same for any GPU, and takes the host four times as long.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream, previous: torch.cuda.Stream) -> None:
+        """Make ``stream`` the current one within, and ``previous`` behind it."""
+        self._stream, self._previous = stream, previous
+
+    def __enter__(self) -> None:
+        _make_current(self._stream)
+
+    def __exit__(self, *_: object) -> None:
+        _make_current(self._previous)
+
+
+def _make_current(stream: torch.cuda.Stream) -> None:
+    torch._C._cuda_setStream(
+        stream_id=stream.stream_id,
+        device_index=stream.device_index,
+        device_type=stream.device_type,
+    )
 
 
 @dataclasses.dataclass

@@ -15,7 +15,7 @@ from interlace.comm.groups import copies
 from interlace.comm.groups.reservation import Reservation
 from interlace.comm.launching.kernels import Launch, describe_matrix, describe_parts
 from interlace.comm.replay.deferred import DeferredCall, New, empty
-from interlace.comm.runtime.dlpack import bytes_at, view_as
+from interlace.comm.runtime.dlpack import tensor_at
 from interlace.comm.runtime.interpreter import require
 from interlace.gemm import fetch, launch
 from interlace.gemm.call import GemmCall
@@ -268,7 +268,7 @@ def _memory(
 
     def take(group: Group) -> tuple[torch.Tensor, ...]:
         y, memory = new(group)
-        return y, view_as(memory, shape, dtype)
+        return y, memory[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
     return take
 
@@ -291,9 +291,8 @@ def _gathered_scales(operands: Operands, gathered: torch.Tensor) -> torch.Tensor
     if not count:
         return None
     address = gathered.data_ptr() + _scale_offset(gathered.shape, gathered.dtype)
-    nbytes, shape = 4 * len(gathered) * count, [len(gathered), count]
-    memory = bytes_at(address, (nbytes,), (1,), operands.x.device, gathered)
-    return view_as(memory, shape if operands.has_block_scales else shape[:1], torch.float32)
+    shape = (len(gathered), count) if operands.has_block_scales else (len(gathered),)
+    return tensor_at(address, shape, torch.float32, operands.x.device, gathered)
 
 
 def _staging(operands: Operands, splits: Sequence[int]) -> Staging:

@@ -236,7 +236,7 @@ def _known_call(
     if is_many and x_scale is not None and not _is_of_any_rows(x_scale, rows):
         return None
     key: list[Hashable] = [
-        _NAME, None if is_many else rows, impl, norm, eps, out_dtype, block_scales, x.shape[1],
+        None if is_many else rows, _NAME, impl, norm, eps, out_dtype, block_scales, x.shape[1],
         x.stride(), x.dtype, w.shape, w.stride(), w.dtype, w.get_device(), invariance.mode(),
         autotune.is_enabled(impl),
     ]  # fmt: skip
@@ -297,7 +297,7 @@ def _recalled(
     results: _Results | None = (
         group.recall_form(form, None, *operands)
         if addresses is None
-        else group.recall_known(known, *operands)
+        else dispatch.recall(group, known, *operands)
     )
     return results
 

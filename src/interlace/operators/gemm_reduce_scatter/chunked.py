@@ -19,7 +19,7 @@ from interlace.comm.groups.group import Workspace
 from interlace.comm.groups.reservation import Reservation, WorkspaceSize
 from interlace.comm.launching.kernels import Launch, cut_rows, describe_ranks, known_factor
 from interlace.comm.replay.deferred import DeferredCall, New
-from interlace.comm.runtime.dlpack import bytes_at, view_as
+from interlace.comm.runtime.dlpack import tensor_at
 from interlace.comm.runtime.interpreter import require
 from interlace.costs.known_profiles import profile_of
 from interlace.costs.time import SizedCall
@@ -156,11 +156,7 @@ def run_products(
             # this rank's own slot, which the kernel adds like a peer's part.
             if other_products and len(y):
                 slot_address = address + rank * group.stride + rank * rows * row_bytes
-                part = view_as(
-                    bytes_at(slot_address, (len(y) * row_bytes,), (1,), group.device, workspace),
-                    y.shape,
-                    dtype,
-                )
+                part = tensor_at(slot_address, y.shape, dtype, group.device, workspace)
                 multiply_sum_into(part[:, :columns], own_inputs[1:], weights[1:])
             last = _multiply_and_sum(
                 group, workspace, own_product, y, config, arriving, own_part=bool(other_products)

@@ -486,7 +486,7 @@ def test_what_ends_before_a_call_is_recorded_leaves_no_recording(
         raise KeyboardInterrupt
 
     x = torch.zeros(3)
-    doubling.play(x, None)
+    doubling.repeat(x, None, times=2)  # the second of two recordings asks
     with monkeypatch.context() as patch:
         patch.setattr(tapes, "_asked", [interrupt])
         with pytest.raises(KeyboardInterrupt):

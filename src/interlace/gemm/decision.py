@@ -208,11 +208,12 @@ def decide(
         chosen = _with_shorter_steps(chosen)
     # Where the caller has decided there is nothing to measure.
     is_open = impl in operator.choosers and is_free and not config
-    log.debug(
-        "%s of x %s and w %s with impl=%r: %s (%s)",
-        operator.name, list(operands.x.shape), list(operands.w.shape), impl, choice.impl,
-        choice.reason,
-    )  # fmt: skip
+    if log.isEnabledFor(logging.DEBUG):
+        shapes = list(operands.x.shape), list(operands.w.shape)
+        log.debug(
+            "%s of x %s and w %s with impl=%r: %s (%s)",
+            operator.name, *shapes, impl, choice.impl, choice.reason,
+        )  # fmt: skip
     return Decision(
         agreed.mark,
         rows,

@@ -210,9 +210,14 @@ def _note_launch(recorder: tapes.CallRecorder, compiled: Any, whole: tuple[Any, 
             run.launch = launch
     for args in calls:
         # Of a kernel's own arguments, all but these are plain or tensors.
-        recorder.keep(*(value for value in args if isinstance(value, (list, bytes))))
-        recorder.keep(compiled, whole[5], *(value for value in whole[9:] if _is_of_triton(value)))
+        recorder.keep(*[value for value in args if type(value) in (list, bytes)])
+        others = [value for value in whole[9:] if type(value) not in _OF_PYTHON]
+        recorder.keep(compiled, whole[5], *filter(_is_of_triton, others))
         recorder.note(launch, args, {}, None, kind="launch")
+
+
+_OF_PYTHON = frozenset((int, float, bool, str, type(None), torch.Tensor))
+"""Types of most constants and arguments, of which none is of Triton's language."""
 
 
 def _is_of_triton(value: object) -> bool:

@@ -47,6 +47,7 @@ has done nothing, so that the call takes the long way; or ``"call"``.
 log = logging.getLogger("interlace.replay")
 
 _PLAIN = (int, float, str, bool, type(None), torch.dtype, torch.device)
+_PLAIN_TYPES = frozenset(_PLAIN)
 _MOST_WAITING = 64  # calls that have been recorded once; others of a program come in between
 
 
@@ -203,6 +204,16 @@ class CallRecorder:
     def _expression(self, value: Any) -> Expression:
         if id(value) in self._lasting:
             return "constant", value
+        # Most are arguments of a launch. With new rows a recording takes as long as a choice.
+        if type(value) is tuple:
+            plain, addresses, lasting = _PLAIN_TYPES, self._addresses, self._lasting
+            expressions = [
+                ("constant", each)
+                if type(each) in plain and (each not in addresses or id(each) in lasting)
+                else self._expression(each)
+                for each in value
+            ]
+            return "tuple", tuple, tuple(expressions)
         if isinstance(value, torch.Tensor):
             slot = self._slots.get(id(value))
             if slot is None:
@@ -317,14 +328,16 @@ def player(call: Callable[..., Any], *, is_public: bool = False) -> Callable[...
 
     def record(key: bytes, *args: Any) -> Any:
         spoil("a call is made within another")
-        made = CallRecorder(args, knows_gradients=is_public)
+        made, before = CallRecorder(args, knows_gradients=is_public), first.pop(key, None)
+        settings: tuple[Condition, ...] = ()
         try:
             _thread.recorder = made
-            settings = tuple(condition for conditions in _asked for condition in conditions())
+            if before is not None:
+                settings = tuple(condition for conditions in _asked for condition in conditions())
             result = call(*args)
         finally:
             _thread.recorder = None
-        recorded, before = made.finished(result), first.pop(key, None)
+        recorded = made.finished(result)
         if recorded is not None and before is not None and recorded.is_like(before):
             try:
                 playing.keep(key, _tape(native, recorded, settings))

@@ -120,6 +120,8 @@ _MAPPED = {
 """What maps memory for each number of rows where the caller asks for it. ``auto`` takes it for a
 few round numbers of rows alone, and these are none.
 """
+_OF_NODES = {("mixture_of_experts", "chunked")}
+"""What several nodes alone run."""
 _OF_ROWS = [
     (name, impl)
     for name in (
@@ -127,7 +129,7 @@ _OF_ROWS = [
         "mixture_of_experts", "embedding_all_to_all",
     )
     for impl in ("auto", *(each.name for each in operators()[name].implementations))
-    if (name, impl) not in _MAPPED and not _asks(f"{name} {impl}:")
+    if (name, impl) not in _MAPPED | _OF_NODES and not _asks(f"{name} {impl}:")
     and impl not in ("async_tp", "symm_mem", "across_nodes")
 ]  # fmt: skip
 

@@ -298,9 +298,27 @@ MUTANTS = [
     # gemm
     Mutant(
         "interlace/gemm/dispatch.py",
-        "is_pair = operator.is_pair(implementation.name)",
-        "is_pair = False",
+        "if call.operator.is_pair(implementation.name):",
+        "if False:",
         "gemm/test_row_families.py",
+    ),
+    Mutant(
+        "interlace/operators/mixture_of_experts/call.py",
+        "compare_once(call.group, call.family, operator, len(call.x))",
+        "pass",
+        "operators/test_families.py::test_different_sizes_are_found",
+    ),
+    Mutant(
+        "interlace/operators/embedding_all_to_all/operator.py",
+        'if implementation.name != "fused":',
+        'if implementation.name == "unfused":',
+        "operators/test_families.py::test_different_sizes_are_found",
+    ),
+    Mutant(
+        "interlace/operators/embedding_all_to_all/call.py",
+        "mark = family.mark(layout.batch)",
+        "mark = family.mark(0)",
+        "operators/test_families.py::test_different_sizes_are_found",
     ),
     Mutant(
         "interlace/gemm/decision.py",

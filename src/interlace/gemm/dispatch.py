@@ -29,7 +29,7 @@ from interlace.gemm.invariance import (
 from interlace.gemm.operands import Operands
 from interlace.gemm.operator import GemmOperator, Splits
 from interlace.gemm.scaled import has_wide_rows
-from interlace.mapped.meeting import StreamMeeting
+from interlace.mapped.meeting import compare_once
 from interlace.registry import Implementation
 
 Form = tuple[Hashable, ...]
@@ -223,7 +223,8 @@ def _run_decided(call: GemmCall, decision: Decision) -> Any:
     # All ranks have agreed on the implementations, so none falls back without its peers: an
     # implementation returns None if it has no memory for these sizes, on all ranks alike.
     for implementation in decision.implementations:
-        _meet_before_pair(implementation, call, decision)
+        if call.operator.is_pair(implementation.name):
+            compare_once(call.group, decision.family, call.operator.name, call.operands.rows)
         result = _run_if_memory(implementation, call, decision)
         if result is not None:
             decision.has_run = True
@@ -453,26 +454,6 @@ def _run_again(
     if call.epilogue is not None:
         call = dataclasses.replace(call, epilogue=call.epilogue.with_tensors(*epilogue_tensors))
     return _run_decided(call, decision)
-
-
-def _meet_before_pair(implementation: Implementation, call: GemmCall, decision: Decision) -> None:
-    """Let ranks' GPUs compare a call whose rows no host has compared, once for each number of rows.
-
-    Signals of our kernels carry the call's mark, so different rows are found in each call. Those of
-    a stock pair carry nothing. Its first call with these rows comes after a kernel that compares
-    the marks, which takes the host no exchange.
-    """
-    family, operator, group = decision.family, call.operator, call.group
-    rows = call.operands.rows
-    if family is None or group.world_size == 1 or rows in family.met:
-        return
-    is_pair = operator.is_pair(implementation.name)
-    if not is_pair or group.capture_id() is not None:
-        return
-    family.met.add(rows)
-    name = f"{operator.name}, comparison of rows"
-    # A pair must run under any limit.
-    StreamMeeting.of(group, name, decision.mark, is_limited=False)()
 
 
 def _link_bytes(call: GemmCall) -> int | None:

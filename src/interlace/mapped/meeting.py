@@ -10,6 +10,7 @@ import torch
 from interlace.comm import Group
 from interlace.comm.groups.reservation import WorkspaceSize
 from interlace.comm.groups.symmetric_memory import Workspace
+from interlace.comm.host.agreement import Family
 from interlace.comm.launching.kernels import MOST_MOVERS, Launch
 from interlace.comm.runtime.interpreter import require
 from interlace.mapped.layout import BARRIERS
@@ -20,6 +21,30 @@ _LEAST_BYTES = 4096
 def memory_of(operator: str, world_size: int) -> WorkspaceSize:
     """Return the size of the workspace in which an operator's streams meet."""
     return WorkspaceSize(operator, _LEAST_BYTES, BARRIERS * MOST_MOVERS * 2 * world_size)
+
+
+def compare_once(group: Group, family: Family | None, operator: str, size: int) -> None:
+    """Let ranks' GPUs compare the size of a call by a stock collective, once for each size of a
+    family.
+
+    Signals of our kernels carry the call's mark, so different sizes are found in each call. A stock
+    collective has no mark, and may wait for ever. Its first call of a size comes after a kernel
+    that compares the marks, which takes the host no exchange; a call that is captured goes without.
+
+    Args:
+        group: The ranks.
+        family: What ranks have agreed on for all sizes; None if they have compared this one.
+        operator: Name of the operator.
+        size: The size by which calls of the family differ.
+    """
+    if family is None or group.world_size == 1 or size in family.met:
+        return
+    if group.capture_id() is not None:
+        return
+    family.met.add(size)
+    # A pair must run under any limit.
+    name = f"{operator}, comparison of rows"
+    StreamMeeting.of(group, name, family.mark(size), is_limited=False)()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from interlace.comm import Group, group_named, process_group_named
 from interlace.comm.groups.group import solo_group
+from interlace.comm.host.agreement import Family
 from interlace.comm.replay.replays import places
 from interlace.costs.embedding_all_to_all import floor_link_bytes
 from interlace.errors import ArgumentError
@@ -91,6 +92,7 @@ class EmbeddingCall:
         is_config_given: Whether the caller has given the configuration; else it is the tuned one.
         mark: The number that the signals of this pass carry; from the ranks' agreement.
         known: By what ``Group.recall`` finds the pass when it comes again; None for nothing.
+        family: What ranks have agreed on for all batches; None between nodes.
     """
 
     weights: Sequence[torch.Tensor]
@@ -108,6 +110,7 @@ class EmbeddingCall:
     is_config_given: bool = True
     mark: int = 0
     known: Hashable = None
+    family: Family | None = None
 
     @functools.cached_property
     def plan(self) -> network_choice.NetworkPlan:
@@ -191,16 +194,22 @@ def agreed_call(
     (indices, offsets, scale), (group_name, impl, config) = lookups, options
     group, layout = group_named(group_name, indices.device), shared.layout
     group.check()
-    mark = group.agree(
-        name,
-        the_global_batch=layout.batch,
-        widths=layout.widths,
-        dtype=str(shared.dtype),
-        mode=shared.pooling,
-        impl=impl,
-        config=config,
+    batch = {"the_global_batch": layout.batch}
+    in_common = {
+        "widths": layout.widths,
+        "dtype": str(shared.dtype),
+        "mode": shared.pooling,
+        "impl": impl,
+        "config": config,
         **({} if check is None else {"check_indices": check}),
-    )
+    }
+    family = None
+    if group.spans_nodes:
+        mark = group.agree(name, **batch, **in_common)
+    else:
+        # Once for all batches: the last one of a run may have another size.
+        family = group.agreement.family(name, in_common, batch, "")
+        mark = family.mark(layout.batch)
     call = EmbeddingCall(
         weights,
         indices.contiguous(),
@@ -219,6 +228,7 @@ def agreed_call(
         bool(config),
         mark,
         known,
+        family,
     )
     # Indices are checked on the device, which the host must wait for; so it is an option.
     if check:

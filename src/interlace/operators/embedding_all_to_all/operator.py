@@ -13,6 +13,7 @@ from interlace.comm.groups.reservation import Reservation
 from interlace.comm.runtime import ranges
 from interlace.errors import ArgumentError
 from interlace.gemm.between_nodes import known_network
+from interlace.mapped.meeting import compare_once
 from interlace.operators.embedding_all_to_all import exchanged, fused, network_choice
 from interlace.operators.embedding_all_to_all.backward import BACKWARD, Target
 from interlace.operators.embedding_all_to_all.backward import reservation as reserve_backward
@@ -71,6 +72,7 @@ class EmbeddingAllToAll(Operator):
         if call.is_empty:
             return call.new_output()
         implementation = self._chosen(call, fused.forward_reservation)
+        self._compare_batches(call, self.name, implementation)
         with self._range(self.name, implementation, call):
             y: torch.Tensor = call.group.perform(implementation.run(call), call.known)
         return y
@@ -93,6 +95,7 @@ class EmbeddingAllToAll(Operator):
             return sort_lookups(call, target.rows) if target.by_segment else None
         implementation = self._chosen(call, reserve_backward)
         assert implementation.backward is not None
+        self._compare_batches(call, BACKWARD, implementation)
         with self._range(BACKWARD, implementation, call):
             outcome = implementation.backward(call, grad, target)
             lookups: Sorted | None = call.group.perform(outcome, call.known)
@@ -125,6 +128,15 @@ class EmbeddingAllToAll(Operator):
                 f"{self.advice(call, call.group.nodes)}"
             )
         return implementation
+
+    def _compare_batches(
+        self, call: EmbeddingCall, name: str, implementation: Implementation
+    ) -> None:
+        """Let ranks compare their batches where the stock all-to-all, which others than the kernel
+        call, would not.
+        """
+        if implementation.name != "fused":
+            compare_once(call.group, call.family, name, call.layout.batch)
 
     def _range(
         self, name: str, implementation: Implementation, call: EmbeddingCall

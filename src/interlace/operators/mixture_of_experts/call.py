@@ -24,6 +24,7 @@ from interlace.comm.groups.registration import (
     once_differentiable,
     register,
 )
+from interlace.comm.host.agreement import Family
 from interlace.comm.replay.replays import places
 from interlace.comm.runtime import ranges
 from interlace.errors import ArgumentError
@@ -39,6 +40,7 @@ from interlace.gemm.operands import (
     require_tensors,
 )
 from interlace.gemm.scaled import SCALE_BLOCK
+from interlace.mapped.meeting import compare_once
 from interlace.operators.mixture_of_experts.activation import ExpertActivation
 from interlace.operators.mixture_of_experts.choice import ExpertTerms, decide
 from interlace.operators.mixture_of_experts.config import OPERATOR, MixtureOfExpertsConfig
@@ -246,6 +248,7 @@ class LayerCall:
         known: By what ``Group.recall`` finds the pass when it comes again; None for nothing.
         w_in_scale, w_out_scale: Those of ``interlace.mixture_of_experts``.
         mark: The number that this call's signals carry; 0 until :meth:`agree`.
+        family: What ranks have agreed on for all numbers of tokens; None between nodes.
     """
 
     x: torch.Tensor
@@ -266,6 +269,7 @@ class LayerCall:
     w_in_scale: torch.Tensor | None = None
     w_out_scale: torch.Tensor | None = None
     mark: int = dataclasses.field(default=0, init=False)
+    family: Family | None = dataclasses.field(default=None, init=False)
 
     def __post_init__(self) -> None:
         dtypes = [tensor.dtype for tensor in (self.x, *self.parameters) if tensor is not None]
@@ -320,28 +324,37 @@ class LayerCall:
         return ExpertSizes.of(self.x, self.experts, self.w_in, ranks, self.capacity)
 
     def agree(self, operator: str) -> None:
-        """Agree on this call with all ranks (``Group.agree``), which gives it its mark."""
-        self.group.check()
-        self.group.require_size(OPERATOR, MAX_RANKS)
-        self.mark = self.group.agree(
-            operator,
-            the_shape_of_x=tuple(self.x.shape),
-            top_k=self.experts.shape[1],
-            experts_of_a_rank=self.w_in.shape[0],
-            the_inner_width=self.w_in.shape[1],
-            whether_experts_have_a_gate=self.w_in.shape[2] == 2,
-            dtype=str(self.x.dtype),
-            dtype_of_the_weights=str(self.w_in.dtype),
-            which_biases_there_are=tuple(
+        """Agree on this call with all ranks, which gives it its mark: within a node once for all
+        numbers of tokens, of which a server sees hundreds.
+        """
+        group, (tokens, hidden) = self.group, self.x.shape
+        group.check()
+        group.require_size(OPERATOR, MAX_RANKS)
+        shape = {"the_shape_of_x": (tokens, hidden)}
+        shared = {
+            # One that drops nothing follows from the tokens.
+            "capacity": self.capacity if self.capacity < tokens else None,
+            "top_k": self.experts.shape[1],
+            "experts_of_a_rank": self.w_in.shape[0],
+            "the_hidden_width": hidden,
+            "the_inner_width": self.w_in.shape[1],
+            "whether_experts_have_a_gate": self.w_in.shape[2] == 2,
+            "dtype": str(self.x.dtype),
+            "dtype_of_the_weights": str(self.w_in.dtype),
+            "which_biases_there_are": tuple(
                 name for name in ("b_in", "b_out") if getattr(self, name) is not None
             ),
-            activation=self.activation,
-            capacity=self.capacity,
-            whether_gradients_are_needed=self.keeps,
-            whether_tensors_are_saved=self.saves,
-            impl=self.impl,
-            config=self.config,
-        )
+            "activation": self.activation,
+            "whether_gradients_are_needed": self.keeps,
+            "whether_tensors_are_saved": self.saves,
+            "impl": self.impl,
+            "config": self.config,
+        }
+        if group.spans_nodes:
+            self.mark = group.agree(operator, **shape, **shared)
+            return
+        self.family = group.agreement.family(operator, shared, shape, "")
+        self.mark = self.family.mark(tokens)
 
     def range(self, name: str) -> contextlib.AbstractContextManager[object]:
         """Return the range of this call for profilers, by the name of the operator or its half.
@@ -415,10 +428,17 @@ def run(call: LayerCall) -> tuple[torch.Tensor, Saved]:
             batch-invariant.
     """
     call.agree(OPERATOR)
+    _compare_before_pair(call, OPERATOR)
     with call.range(OPERATOR):
         outcome = call.implementation.run(call)
         result: tuple[torch.Tensor, Saved] = call.group.perform(outcome, call.known)
     return result
+
+
+def _compare_before_pair(call: LayerCall, operator: str) -> None:
+    """Let ranks compare their numbers of tokens, where a stock pair's exchanges would not."""
+    if call.operator.is_pair(call.implementation.name):
+        compare_once(call.group, call.family, operator, len(call.x))
 
 
 def run_backward(
@@ -429,6 +449,7 @@ def run_backward(
     The last four are empty unless they are ``needed``.
     """
     call.agree(BACKWARD)
+    _compare_before_pair(call, BACKWARD)
     backward = call.implementation.backward
     assert backward is not None  # the others refuse calls that keep tensors for it
     with call.range(BACKWARD):

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import interlace
 from interlace.comm.groups.carrier import run_within
 from interlace.comm.host.nodes import numbered
-from interlace.gemm.dispatch import resolve
+from interlace.gemm.decision import resolve
 from interlace.gemm.operator import GemmOperator
 from interlace.gemm.terms import Terms
 from interlace.registry import operators

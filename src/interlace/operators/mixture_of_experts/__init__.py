@@ -262,10 +262,10 @@ def mixture_of_experts(
     Raises:
         ArgumentError: shapes, dtypes or devices do not fit.
         RankMismatchError: ranks differ in sizes, dtype, biases, activation, capacity, impl or
-            config; raised on every rank.
+            config; raised on every rank. Tokens are compared at the first such call.
         GroupError: the group is too large.
-        PeerTimeoutError: a peer did not make this call before the group's deadline. On CUDA the
-            kernels end, fill their outputs with NaN, and the next call on the group, or
+        PeerTimeoutError: a peer did not make this call before the group's deadline, or with another
+            number of tokens. On CUDA the kernels end, fill their outputs with NaN, and the next call on the group, or
             :func:`interlace.synchronize`, raises.
 
     Example:

@@ -109,8 +109,8 @@ def embedding_all_to_all(
             raised on every rank. The batch is compared at the first such call.
         GroupError: the group is too large.
         PeerTimeoutError: a peer did not make this call before the group's deadline, or with another
-            batch. On CUDA the kernel ends, fills its output with NaN, and the next call on the group, or
-            :func:`interlace.synchronize`, raises. Torch's all-to-all, by ``"pooled"`` and
+            batch. On CUDA the kernel ends, fills its output with NaN, and the next call on the
+            group, or :func:`interlace.synchronize`, raises. Torch's all-to-all, by ``"pooled"`` and
             ``"unfused"``, has the time-out of its process group instead.
 
     Example:

@@ -265,8 +265,8 @@ def mixture_of_experts(
             config; raised on every rank. Tokens are compared at the first such call.
         GroupError: the group is too large.
         PeerTimeoutError: a peer did not make this call before the group's deadline, or with another
-            number of tokens. On CUDA the kernels end, fill their outputs with NaN, and the next call on the group, or
-            :func:`interlace.synchronize`, raises.
+            number of tokens. On CUDA the kernels end, fill their outputs with NaN, and the next
+            call on the group, or :func:`interlace.synchronize`, raises.
 
     Example:
         >>> weights, experts = torch.softmax(router(x), -1).topk(2)

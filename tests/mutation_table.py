@@ -304,7 +304,7 @@ MUTANTS = [
     ),
     Mutant(
         "interlace/operators/mixture_of_experts/call.py",
-        "compare_once(call.group, call.family, operator, len(call.x))",
+        "compare_once(group, family, operator, tokens)",
         "pass",
         "operators/test_families.py::test_different_sizes_are_found",
     ),
@@ -316,8 +316,8 @@ MUTANTS = [
     ),
     Mutant(
         "interlace/operators/embedding_all_to_all/call.py",
-        "mark = family.mark(layout.batch)",
-        "mark = family.mark(0)",
+        "in_common, first, layout.batch)",
+        "in_common, first, 0)",
         "operators/test_families.py::test_different_sizes_are_found",
     ),
     Mutant(
@@ -599,14 +599,14 @@ MUTANTS = [
     ),
     Mutant(
         "interlace/gemm/dispatch.py",
-        "mark=other.mark,",
-        "mark=template.mark,",
+        "**given, **other.of_call()",
+        "**given, **decision.of_call()",
         "gemm/test_forms.py::test_other_rows_are_decided_as_on_the_long_way",
     ),
     Mutant(
         "interlace/gemm/dispatch.py",
-        "if not x.shape[0] or group.memory.limit_bytes is not None:",
-        "if not x.shape[0]:",
+        "if not operands.rows or group.memory.limit_bytes is not None:",
+        "if not operands.rows:",
         "gemm/test_forms.py::test_rows_that_are_refused_are_so_behind_others",
     ),
     Mutant(
@@ -652,7 +652,7 @@ MUTANTS = [
         "operators/mixture_of_experts/test_float8.py::test_matches_float64",
     ),
     Mutant(
-        "interlace/comm/replay/deferred.py",
+        "interlace/comm/runtime/dlpack.py",
         "(max(size, 1) for size in reversed(shape[1:]))",
         "(size for size in reversed(shape[1:]))",
         "comm/test_replays.py::test_new_tensors_on_the_current_gpu_have_pytorchs_strides",

@@ -14,13 +14,14 @@ import interlace
 from interlace.cli.gpus import gpu_named
 from interlace.comm import process_group_named
 from interlace.comm.groups.group import Group
-from interlace.comm.host.agreement import Agreement, Family
+from interlace.comm.host.agreement import Family
 from interlace.costs import known_profiles
 from interlace.costs.known_profiles import profile_of
 from interlace.gemm import decision, dispatch
 from interlace.gemm.choice import by_class, rows_of_class
 from interlace.gemm.operator import product_operator
 from interlace.operators.gemm_all_reduce import GemmAllReduce
+from tests.asked import asked
 from tests.errors import error_of
 
 
@@ -34,13 +35,7 @@ def _call(group: Group, rows: int, impl: str = "auto") -> torch.Tensor:
 def _asked_in_calls() -> list[str]:
     """The exchanges of calls of many numbers of rows, by implementations with and without marks."""
     group = interlace.group_of(dist.new_group())
-    ask, labels = Agreement._ask, []
-
-    def recorded(self: Agreement, label: str, value: object) -> list[Any]:
-        labels.append(label)
-        return ask(self, label, value)
-
-    with mock.patch.object(Agreement, "_ask", recorded):
+    with asked() as labels:
         for impl in ("auto", "unfused"):
             for rows in (4, 5, 6, 7, 4, 9):
                 y = _call(group, rows, impl)

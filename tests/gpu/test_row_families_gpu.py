@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import interlace
 from interlace.comm import process_group_named
-from interlace.comm.host.agreement import Agreement
+from tests.asked import asked
 from tests.pool import RankFailure
 
 pytestmark = pytest.mark.gpu
@@ -24,15 +24,8 @@ def _new_rows(operator: str) -> tuple[float, int]:
     process_group = process_group_named(group.name)
     generator = torch.Generator("cuda").manual_seed(dist.get_rank())
     w = torch.randn(COLUMNS, INNER, generator=generator, device="cuda").bfloat16()
-    ask, labels, errors = Agreement._ask, [], [0.0]
-
-    def recorded(self: Agreement, label: str, value: object) -> list[Any]:
-        labels.append(label)
-        return ask(self, label, value)
-
-    function = getattr(interlace, operator)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Agreement, "_ask", recorded)
+    function, errors = getattr(interlace, operator), [0.0]
+    with asked() as labels:
         for rows in (2, 4, 16, 62, 64, 130, 512, 770, 1024, 2050, 4096):
             rows = 8 * rows  # which divides among the ranks
             x = torch.randn(rows, INNER, generator=generator, device="cuda").bfloat16()

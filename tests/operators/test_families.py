@@ -6,14 +6,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import interlace
-from interlace.comm.host.agreement import Agreement
+from tests.asked import asked
 from tests.errors import error_of
 
 _HIDDEN = 8
@@ -58,15 +57,9 @@ def _exchanged(kind: str, impl: str) -> tuple[list[int], bool]:
     """How many exchanges each of some calls begins, the first of which has most rows; and whether
     results are those of another group, which has seen no other call.
     """
-    group, ask, counts, labels = dist.new_group(), Agreement._ask, [], []
+    group, call, counts, are_equal = dist.new_group(), _CALLS[kind], [], []
     interlace.group_of(group)
-
-    def recorded(self: Agreement, label: str, value: object) -> list[Any]:
-        labels.append(label)
-        return ask(self, label, value)
-
-    call, are_equal = _CALLS[kind], []
-    with mock.patch.object(Agreement, "_ask", recorded):
+    with asked() as labels:
         for size in (12, 6, 4, 10, 6):
             labels.clear()
             y = call(size, group, impl)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Hashable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from interlace.comm import Group
 from interlace.comm.groups.symmetric_memory import SymmetricPlace
@@ -17,6 +17,7 @@ from interlace.gemm import autotune, invariance
 from interlace.gemm.between_nodes import times_between_nodes
 from interlace.gemm.call import RowPlan
 from interlace.gemm.config import GemmConfig
+from interlace.gemm.epilogue import Epilogue
 from interlace.gemm.invariance import (
     invariant_implementation,
     is_invariant,
@@ -62,18 +63,46 @@ class Decision:
     is_measured: bool = False
     has_run: bool = False
 
+    def of_call(self) -> dict[str, Any]:
+        """Return the fields that a ``GemmCall`` has of it."""
+        return {
+            "rows": self.rows,
+            "config": self.choice.config,
+            "configs": self.choice.configs,
+            "mark": self.mark,
+            "leaves": self.leaves,
+            "family": self.family,
+        }
 
-def key_of(
-    operator: GemmOperator,
-    operands: Operands,
-    splits: Splits,
-    gather: bool,
-    impl: str,
-    config: str,
-    place: SymmetricPlace | None,
-) -> tuple[Hashable, ...]:
-    """Return all by which a call without an epilogue is decided, for ``Group.once``."""
-    return operator.name, *operands.signature(), splits, gather, impl, config, place
+
+class Asked(NamedTuple):
+    """What a call asks for, validated on this rank.
+
+    Attributes:
+        operator, operands, gather: As a ``GemmCall`` has them.
+        splits: The lists of rows that the operator takes, each None for the default.
+        impl: As a ``GemmCall`` has it.
+        config: The text of a configuration; empty for the tuned table's.
+        place: As a ``GemmCall`` has it.
+        epilogue: As a ``GemmCall`` has it.
+    """
+
+    operator: GemmOperator
+    operands: Operands
+    splits: Splits
+    gather: bool
+    impl: str
+    config: str
+    place: SymmetricPlace | None
+    epilogue: Epilogue | None
+
+    def key(self) -> tuple[Hashable, ...]:
+        """Return all by which the call is decided, for ``Group.once``."""
+        after = () if self.epilogue is None else self.epilogue.signature()
+        return (
+            self.operator.name, *self.operands.signature(), self.splits, self.gather, self.impl,
+            self.config, self.place, *after,
+        )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,28 +132,17 @@ class AgreedKind:
         return AgreedKind(family.mark(rows), kind, family.profiles, family)
 
 
-def agree(
-    operator: GemmOperator,
-    operands: Operands,
-    splits: Splits,
-    group: Group,
-    impl: str,
-    config: str,
-    place: SymmetricPlace | None,
-    also_agreed: Mapping[str, Any],
-) -> AgreedKind:
+def agree(asked: Asked, group: Group) -> AgreedKind:
     """Agree on a call with all ranks. Collective.
 
     Calls that differ in their rows alone, without lists of them, are agreed on once for all numbers
     of rows, as a server sees hundreds. Each rank chooses for itself then, and all alike, as they go
     by the same code, tables and profiles.
-
-    Args:
-        place: Where x lies, if peers read it there.
-        also_agreed: What ranks must have in common beside operands and lists of rows.
     """
+    operator, operands, splits, place = asked.operator, asked.operands, asked.splits, asked.place
     of_rows = operator.agreed(operands, splits, group)
-    shared = {**operands.agreed(), **also_agreed, "impl": impl, "config": config}
+    also_agreed = {} if asked.epilogue is None else asked.epilogue.agreed()
+    shared = {**operands.agreed(), **also_agreed, "impl": asked.impl, "config": asked.config}
     if operator.reads_in_place:
         shared["the_place_of_x"] = "ordinary memory" if place is None else str(place)
 
@@ -150,24 +168,13 @@ def agree(
     return AgreedKind(mark, kind, version(), choice=chosen_by_rank_0)
 
 
-def decide(
-    operator: GemmOperator,
-    operands: Operands,
-    splits: Splits,
-    group: Group,
-    impl: str,
-    config: str,
-    place: SymmetricPlace | None,
-    agreed: AgreedKind,
-) -> Decision:
+def decide(asked: Asked, group: Group, agreed: AgreedKind) -> Decision:
     """Choose how a call runs that ranks have agreed on.
 
     It exchanges nothing, but for lists of rows that ranks exchange in every call.
-
-    Args:
-        place: Where x lies, if peers read it there.
-        agreed: What ranks have agreed on.
     """
+    operator, operands, splits = asked.operator, asked.operands, asked.splits
+    impl, config, place = asked.impl, asked.config, asked.place
     operands.require_supported(operator.name, operator.takes_float8)
     rows = operator.plan_rows(operands.rows, splits, group)
     terms = operands.terms(rows.is_even, group.world_size, group.members.node_of_rank)
@@ -192,8 +199,8 @@ def decide(
         if kernel is not None and kernel.config_type is not None and not named:
             invariant = kernel
         else:
-            asked, x = named or (kernel.name if kernel else ""), operands.x
-            invariant = invariant_implementation(operator, x.device, x.dtype, choice, terms, asked)
+            name, x = named or (kernel.name if kernel else ""), operands.x
+            invariant = invariant_implementation(operator, x.device, x.dtype, choice, terms, name)
         operator.require_nodes(invariant.name, group.nodes, terms, is_invariant=True)
         implementations = resolve(operator, invariant.name, choice, terms)
         chosen = operator.invariant_choice(

@@ -20,7 +20,7 @@ from interlace.errors import InterlaceError, WorkspaceError
 from interlace.gemm import autotune, invariance
 from interlace.gemm.call import GemmCall
 from interlace.gemm.choice import MAX_RANKS
-from interlace.gemm.decision import AgreedKind, Decision, agree, decide, key_of
+from interlace.gemm.decision import AgreedKind, Asked, Decision, agree, decide
 from interlace.gemm.epilogue import Epilogue
 from interlace.gemm.invariance import (
     effective_impl,
@@ -173,36 +173,26 @@ def run(
     is_new_each_time = operator.exchanges(lists)
     place = operator.place_of(operands.x, group) if operator.gives_rows(lists) else None
 
-    def decided() -> Decision:
-        also_agreed = {} if epilogue is None else epilogue.agreed()
-        agreed = agree(operator, operands, lists, group, impl, config, place, also_agreed)
-        return decide(operator, operands, lists, group, impl, config, place, agreed)
+    asked = Asked(operator, operands, lists, gather, impl, config, place, epilogue)
 
-    if is_new_each_time:
-        decision = decided()
-    else:
-        after = () if epilogue is None else epilogue.signature()
-        key = key_of(operator, operands, lists, gather, impl, config, place)
-        decision = group.once((*key, *after), decided)
+    def decided() -> Decision:
+        return decide(asked, group, agree(asked, group))
+
+    decision = decided() if is_new_each_time else group.once(asked.key(), decided)
     call = GemmCall(
         operator=operator,
         operands=operands,
-        rows=decision.rows,
         gather=gather,
         group=group,
         group_name=group_name,
-        config=decision.choice.config,
-        configs=decision.choice.configs,
-        mark=decision.mark,
         impl=impl,
         is_batch_invariant=is_invariant(impl),
-        leaves=decision.leaves,
         epilogue=epilogue,
         known=known,
         form=form,
-        family=decision.family,
         place=place,
         out=out,
+        **decision.of_call(),
     )
     if not operands.columns or not decision.rows.total:
         return operator.run_empty(call) if out is None else out
@@ -358,12 +348,7 @@ def _run_other_rows(
     out_dtype: torch.dtype,
     group: Group,
     known: Known,
-    x: torch.Tensor,
-    w: torch.Tensor,
-    bias: torch.Tensor | None,
-    x_scale: torch.Tensor | None,
-    w_scale: torch.Tensor | None,
-    *epilogue_tensors: torch.Tensor | None,
+    *tensors: Any,
 ) -> Any:
     """Run a call like one that has run, but for its rows: past what was validated and agreed on for
     any number of them. It is decided as such a call is that takes the long way.
@@ -372,47 +357,52 @@ def _run_other_rows(
         decision: How that one was decided.
         template: That call, without group and tensors.
         out_dtype: The result's dtype.
+        tensors: X, w, bias and both scales, and those of an epilogue, if that one had one.
 
     Returns:
         The result; None if it must take the long way, which may refuse it.
     """
+    given = _given(template, out_dtype, *tensors)
+    operands, operator = given["operands"], template.operator
     # Where there is a limit, implementations are asked for the memory that they need.
-    if not x.shape[0] or group.memory.limit_bytes is not None:
+    if not operands.rows or group.memory.limit_bytes is not None:
         return None
-    operands = Operands(x, w, bias, x_scale, w_scale, out_dtype)
-    operator, impl, place = template.operator, template.impl, template.place
-    splits: Splits = (None,) * len(operator.split_names)
-    epilogue, after = template.epilogue, tuple[Hashable, ...]()
-    if epilogue is not None:
-        epilogue = epilogue.with_tensors(*epilogue_tensors)
-        after = epilogue.signature()
+    asked = Asked(
+        operator, operands, (None,) * len(operator.split_names), template.gather, template.impl, "",
+        template.place, given["epilogue"],
+    )  # fmt: skip
 
     def decided() -> Decision:
         assert decision.family is not None
         agreed = AgreedKind.of(decision.family, operands.rows, *decision.kind[:-1])
-        return decide(operator, operands, splits, group, impl, "", place, agreed)
+        return decide(asked, group, agreed)
 
-    key = key_of(operator, operands, splits, template.gather, impl, "", place)
     try:
-        other = group.once((*key, *after), decided)
+        other = group.once(asked.key(), decided)
     except InterlaceError:
         return None
-    if not other.rows.total:
-        return None
     call = dataclasses.replace(
-        template,
-        operands=operands,
-        rows=other.rows,
-        group=group,
-        config=other.choice.config,
-        configs=other.choice.configs,
-        mark=other.mark,
-        leaves=other.leaves,
-        epilogue=epilogue,
-        known=known,
-        form=known[0],
+        template, group=group, known=known, form=known[0], **given, **other.of_call()
     )
     return _run_decided(call, other)
+
+
+def _given(
+    template: GemmCall,
+    out_dtype: torch.dtype,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    x_scale: torch.Tensor | None,
+    w_scale: torch.Tensor | None,
+    *epilogue_tensors: torch.Tensor | None,
+) -> dict[str, Any]:
+    """Return the operands and the epilogue of a call like one that has run, as its fields."""
+    epilogue = template.epilogue
+    return {
+        "operands": Operands(x, w, bias, x_scale, w_scale, out_dtype),
+        "epilogue": None if epilogue is None else epilogue.with_tensors(*epilogue_tensors),
+    }
 
 
 def _run_again(
@@ -422,12 +412,7 @@ def _run_again(
     again: AgainCall | None,
     group: Group,
     known: tuple[Hashable, ...],
-    x: torch.Tensor,
-    w: torch.Tensor,
-    bias: torch.Tensor | None,
-    x_scale: torch.Tensor | None,
-    w_scale: torch.Tensor | None,
-    *epilogue_tensors: torch.Tensor | None,
+    *tensors: Any,
 ) -> Any:
     """Run a call like one that has run, past all that was found out before that one's first run.
 
@@ -437,22 +422,21 @@ def _run_again(
         out_dtype: The result's dtype.
         again: Makes calls that need no graph, past the implementation's preparations; None where it
             has nothing like that.
-        epilogue_tensors: Those of an epilogue, if that one had one.
+        tensors: X, w, bias and both scales, and those of an epilogue, if that one had one.
 
     Returns:
         The result.
     """
+    x, w, bias, x_scale, _, *others = tensors
     if x_scale is not None:
         again = None  # it takes no scales
     # What comes again is worth a graph, which the long way through the implementation makes.
     if again and not ranges.is_listening() and not group.replays.comes_again(known):
-        result = again(group, known, x, w, bias, *epilogue_tensors)
+        result = again(group, known, x, w, bias, *others)
         if result is not None:
             return result
-    operands = Operands(x, w, bias, x_scale, w_scale, out_dtype)
-    call = dataclasses.replace(template, group=group, operands=operands, known=known)
-    if call.epilogue is not None:
-        call = dataclasses.replace(call, epilogue=call.epilogue.with_tensors(*epilogue_tensors))
+    given = _given(template, out_dtype, *tensors)
+    call = dataclasses.replace(template, group=group, known=known, **given)
     return _run_decided(call, decision)
 
 

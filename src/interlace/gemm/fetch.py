@@ -17,7 +17,6 @@ from interlace.comm.groups import copies
 from interlace.comm.groups.group import Workspace
 from interlace.comm.groups.reservation import WorkspaceSize
 from interlace.comm.launching.kernels import Launch, known_factor, processors
-from interlace.comm.runtime.streams import OnStream
 from interlace.gemm.kernels import layout
 from interlace.gemm.launch import padded_columns, row_stride, scale_stride
 from interlace.gemm.operands import ALIGNMENT_BYTES
@@ -247,7 +246,7 @@ def behind(group: Group) -> contextlib.AbstractContextManager[Any]:
     """Return a context whose work follows the copies on their stream."""
     if group.backend == "cpu":
         return contextlib.nullcontext()
-    return OnStream(group.streams.side(True), group.streams.current())
+    return group.streams.on(group.streams.side(True))
 
 
 def end(group: Group) -> None:

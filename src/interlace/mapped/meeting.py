@@ -37,9 +37,8 @@ def compare_once(group: Group, family: Family | None, operator: str, size: int) 
         operator: Name of the operator.
         size: The size by which calls of the family differ.
     """
-    if family is None or group.world_size == 1 or size in family.met:
-        return
-    if group.capture_id() is not None:
+    is_compared = family is None or group.world_size == 1 or size in family.met
+    if family is None or is_compared or group.capture_id() is not None:
         return
     family.met.add(size)
     # A pair must run under any limit.

@@ -480,7 +480,7 @@ def _of_one_form(kind: str, impl: str) -> tuple[list[bool], bool]:
         patch.setattr(normed, "_known_call", lambda *_: (("any",), None))
         patch.setattr(group.replays, "remember_form", lambda _, again: remembered.append(again))
         _normed(tensors(260), impl=impl)
-    *_, again = remembered  # the other one is of other rows
+    (again,) = remembered
     are_equal = []
     for rows in (257, 300):
         given = tensors(rows)
@@ -566,7 +566,7 @@ def _with_other_tensors(impl: str, w_along_k: bool) -> list[tuple[int, bool]]:
         patch.setattr(normed, "_known_call", lambda *_: ((impl, w_along_k), (0,)))
         patch.setattr(group.replays, "remember_form", lambda _, again: remembered.append(again))
         interlace.gemm_all_reduce(**tensors(), norm="layer", eps=EPS, impl=impl)
-    *_, again = remembered  # the other one is of other rows
+    _, again = remembered  # the first one is of other rows
     results = []
     for _ in range(2):
         others = {name: tensor + 1 for name, tensor in tensors().items()}

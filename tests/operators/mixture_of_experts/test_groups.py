@@ -148,10 +148,7 @@ def _mismatch(call, changed):
                 "['b_in', 'b_out'] on rank 1."
             ),
         ),
-        (
-            {"factor": 1.0},
-            "capacity must be the same on every rank; got None on rank 0, 4 on rank 1.",
-        ),
+        ({"factor": 1.0}, "capacity must be the same on every rank; got 7 on rank 0, 4 on rank 1."),
     ],
 )
 def test_ranks_that_differ(ranks, change, message):

@@ -18,7 +18,6 @@ import torch
 from interlace.comm.cpu import cpu_faults
 from interlace.comm.runtime.deadlines import pauses_of_a_wait
 from interlace.comm.runtime.driver import driver, require_enqueued
-from interlace.comm.runtime.streams import OnStream
 from interlace.errors import BackendError
 
 if TYPE_CHECKING:
@@ -43,12 +42,12 @@ def beside(
     if group.backend == "cpu":
         return contextlib.nullcontext()
     # The side stream must not overtake the work that its copies read.
-    side, current = group.streams.side(first), group.streams.current()
+    side = group.streams.side(first)
     if since is None:
-        group.streams.follow(side, current)
+        group.streams.follow(side, group.streams.current())
     else:
         side.wait_event(since)
-    return OnStream(side, current)
+    return group.streams.on(side)
 
 
 def join(group: Group, *, first: bool = False) -> None:

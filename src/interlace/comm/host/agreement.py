@@ -145,7 +145,8 @@ class Agreement:
         Args:
             operator: Name of the calling operator.
             arguments: What the calls have in common; equal on all ranks by contract.
-            first: What the first call has beside them, its size above all; compared with it.
+            first: What the first call has beside them, its size above all; compared with it, and
+                in the place of arguments of the same names.
             knowledge: What this rank chooses by; it may differ from rank to rank.
 
         Raises:
@@ -153,13 +154,38 @@ class Agreement:
         """
 
         def settle() -> Family:
-            compared, own = {**arguments, **first}, {_KNOWLEDGE: knowledge}
+            compared, own = _with_first(arguments, first), {_KNOWLEDGE: knowledge}
             number, answers = self._compare_and_count(operator, compared, own)
             is_alike = all(answer[_KNOWLEDGE] == knowledge for answer in answers)
             return Family(number, is_alike, version())
 
         family: Family = self._once(self._cache.families, operator, arguments, settle)
         return family
+
+    def agree_on_sizes(
+        self,
+        operator: str,
+        arguments: Mapping[str, Hashable],
+        first: Mapping[str, Hashable],
+        size: int,
+    ) -> tuple[int, Family | None]:
+        """Agree on a call that ranks choose for by what all of them know: within a node as
+        :meth:`family` does, once for all sizes; between nodes on this size.
+
+        Args:
+            operator, arguments, first: As of :meth:`family`.
+            size: The size by which calls differ.
+
+        Returns:
+            The call's mark, and the family if there is one.
+
+        Raises:
+            RankMismatchError: Arguments differ; raised on every rank, with their values.
+        """
+        if self._members.spans_nodes:
+            return self.agree(operator, _with_first(arguments, first))[0], None
+        family = self.family(operator, arguments, first, "")
+        return family.mark(size), family
 
     def _once(
         self,
@@ -360,6 +386,13 @@ class Agreement:
                 raise kinds.get(name, BackendError)(
                     f"{step} must succeed on every rank; got on rank {rank}: {message}"
                 )
+
+
+def _with_first(
+    arguments: Mapping[str, Hashable], first: Mapping[str, Hashable]
+) -> dict[str, Hashable]:
+    """Return what a first call compares: its size ahead of all else, as that differs soonest."""
+    return {**first, **arguments, **first}
 
 
 def _require_equal(operator: str, name: str, values: list[Any]) -> None:

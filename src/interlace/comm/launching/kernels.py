@@ -87,15 +87,26 @@ class Launch:
         # host longer than the launch itself. So compiled kernels are remembered here.
         key = _key(self, values)
         found = _compiled.get(key)
-        if recording is None:
-            object.__setattr__(self, "compiled", found)
         # Counted before the launch: if that is interrupted, the kernel may be running.
         launches.value += 1
-        if found is not None:
+        if found is None:
+            found = self._compile_and_launch(key, values)
+        else:
             compiled, constants = found
             stream = torch._C._cuda_getCurrentRawStream(key[1])
             _enqueue(compiled, self.grid[0], stream, values, constants)
-            return
+        if recording is None:
+            object.__setattr__(self, "compiled", found)
+
+    def _compile_and_launch(
+        self, key: tuple[Any, ...], values: tuple[Any, ...]
+    ) -> tuple[Any, tuple[Any, ...]] | None:
+        """Launch the kernel by Triton, and return what it has compiled; None in the interpreter.
+
+        Args:
+            key: By what that is remembered.
+            values: The arguments, in order.
+        """
         tapes.spoil("a kernel is launched for the first time")
         try:
             with _shortcuts(), kernel_folder.ours():
@@ -107,14 +118,13 @@ class Launch:
                 launches.value -= 1
             raise
         # The interpreter returns None instead of a compiled kernel.
-        if compiled is not None:
-            if len(_compiled) >= _MAX_COMPILED:
-                _compiled.clear()
-            names = self.kernel.arg_names[len(values) :]
-            constants = tuple(self.constants[name] for name in names)
-            found = _compiled[key] = compiled, constants
-            if recording is None:
-                object.__setattr__(self, "compiled", found)
+        if compiled is None:
+            return None
+        if len(_compiled) >= _MAX_COMPILED:
+            _compiled.clear()
+        names = self.kernel.arg_names[len(values) :]
+        found = _compiled[key] = compiled, tuple(self.constants[name] for name in names)
+        return found
 
     def again(self) -> Callable[[int, Mapping[str, Any]], None] | None:
         """Return what launches this compiled kernel with another number of programs and other

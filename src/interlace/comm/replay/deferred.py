@@ -11,15 +11,13 @@ operands come again, ``Group.recall`` takes new memory and replays the graph tha
 from __future__ import annotations
 
 import dataclasses
-import functools
-import itertools
-import operator
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
 
 from interlace.comm.replay.tapes import step
+from interlace.comm.runtime.dlpack import contiguous_strides
 
 Shaped = tuple[Sequence[int], torch.dtype]
 """Shape and dtype of a tensor."""
@@ -63,15 +61,8 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> tor
     ):
         return torch.empty(shape, dtype=dtype, device=device)
     shape = tuple(shape)
-    new: torch.Tensor = step(_empty_on_current_gpu, shape, _strides(shape), dtype)
+    new: torch.Tensor = step(_empty_on_current_gpu, shape, contiguous_strides(shape), dtype)
     return new
-
-
-@functools.lru_cache(maxsize=1024)  # asked for up to four times in every call
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides of a contiguous tensor."""
-    sizes = (max(size, 1) for size in reversed(shape[1:]))
-    return (*itertools.accumulate(sizes, operator.mul, initial=1),)[::-1] if shape else ()
 
 
 def empty_rows_on(device: torch.device) -> Callable[[int, int, torch.dtype], torch.Tensor]:

@@ -13,6 +13,9 @@ called then. The deleter is C's ``free``.
 from __future__ import annotations
 
 import ctypes
+import functools
+import itertools
+import operator
 import struct
 from collections.abc import Sequence
 
@@ -43,6 +46,13 @@ _new_capsule.restype = ctypes.py_object
 _new_capsule.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
 
 
+@functools.lru_cache(maxsize=1024)  # asked for up to four times in every call
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor."""
+    sizes = (max(size, 1) for size in reversed(shape[1:]))
+    return (*itertools.accumulate(sizes, operator.mul, initial=1),)[::-1] if shape else ()
+
+
 def tensor_at(
     address: int,
     shape: Sequence[int],
@@ -62,9 +72,7 @@ def tensor_at(
         strides: Stride of each dimension, in elements; None for a contiguous tensor.
     """
     if strides is None:
-        strides = [1] * len(shape)
-        for dimension in range(len(shape) - 1, 0, -1):
-            strides[dimension - 1] = strides[dimension] * max(shape[dimension], 1)
+        strides = contiguous_strides(tuple(shape))
     if dtype not in _CODES:
         last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
         nbytes = 0 if 0 in shape else (last + 1) * dtype.itemsize

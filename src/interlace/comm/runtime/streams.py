@@ -94,6 +94,12 @@ class Streams:
             self._side_streams[key] = torch.cuda.Stream(self.device, priority=-1 if first else 0)
         return self._side_streams[key]
 
+    def on(self, stream: torch.cuda.Stream) -> OnStream:
+        """Return a context in which ``stream``, of the group's GPU, is torch's current one; that
+        GPU must be the current one already.
+        """
+        return OnStream(stream, self.current())
+
     def follow(self, stream: torch.cuda.Stream, earlier: torch.cuda.Stream) -> None:
         """Make what ``stream`` gets from here on follow what another stream has got so far.
 
@@ -246,7 +252,7 @@ def _capture_of(stream: torch.cuda.Stream) -> int | None:
 class OnStream:
     """A context in which a stream of torch's current GPU is its current one.
 
-    ``torch.cuda.stream`` does the same for any GPU, and takes the host four times as long.
+    ``torch.cuda.stream`` does the same for any GPU, and takes the host ten times as long.
     """
 
     def __init__(self, stream: torch.cuda.Stream, previous: torch.cuda.Stream) -> None:

@@ -194,7 +194,6 @@ def agreed_call(
     (indices, offsets, scale), (group_name, impl, config) = lookups, options
     group, layout = group_named(group_name, indices.device), shared.layout
     group.check()
-    batch = {"the_global_batch": layout.batch}
     in_common = {
         "widths": layout.widths,
         "dtype": str(shared.dtype),
@@ -203,13 +202,9 @@ def agreed_call(
         "config": config,
         **({} if check is None else {"check_indices": check}),
     }
-    family = None
-    if group.spans_nodes:
-        mark = group.agree(name, **batch, **in_common)
-    else:
-        # Once for all batches: the last one of a run may have another size.
-        family = group.agreement.family(name, in_common, batch, "")
-        mark = family.mark(layout.batch)
+    # The last batch of a run may have another size.
+    first = {"the_global_batch": layout.batch}
+    mark, family = group.agreement.agree_on_sizes(name, in_common, first, layout.batch)
     call = EmbeddingCall(
         weights,
         indices.contiguous(),

@@ -59,13 +59,10 @@ def _decide_sum(
 ) -> tuple[int, tuple[int, ...], GemmConfig]:
     """Agree on a sum of products: its mark, each rank's rows, and the kernel's configuration."""
     first, ranks = products[0], group.world_size
-    name, rows = f"{NAME}, sum", {"rows": first.rows}
     shared = {"products": tuple(tuple(product.agreed().items()) for product in products)}
-    if group.spans_nodes:
-        mark = group.agree(name, **rows, **shared)
-    else:
-        # Once for all numbers of rows, of which the products have one.
-        mark = group.agreement.family(name, shared, rows, "").mark(first.rows)
+    mark, _ = group.agreement.agree_on_sizes(
+        f"{NAME}, sum", shared, {"rows": first.rows}, first.rows
+    )
     inner = sum(product.inner for product in products)
     sizes = first.sizes(first.rows) | {"inner": inner}
     choice = GemmReduceScatter().choose(**sizes, world_size=ranks)

@@ -24,7 +24,6 @@ from interlace.comm.groups.registration import (
     once_differentiable,
     register,
 )
-from interlace.comm.host.agreement import Family
 from interlace.comm.replay.replays import places
 from interlace.comm.runtime import ranges
 from interlace.errors import ArgumentError
@@ -248,7 +247,6 @@ class LayerCall:
         known: By what ``Group.recall`` finds the pass when it comes again; None for nothing.
         w_in_scale, w_out_scale: Those of ``interlace.mixture_of_experts``.
         mark: The number that this call's signals carry; 0 until :meth:`agree`.
-        family: What ranks have agreed on for all numbers of tokens; None between nodes.
     """
 
     x: torch.Tensor
@@ -269,7 +267,6 @@ class LayerCall:
     w_in_scale: torch.Tensor | None = None
     w_out_scale: torch.Tensor | None = None
     mark: int = dataclasses.field(default=0, init=False)
-    family: Family | None = dataclasses.field(default=None, init=False)
 
     def __post_init__(self) -> None:
         dtypes = [tensor.dtype for tensor in (self.x, *self.parameters) if tensor is not None]
@@ -325,12 +322,13 @@ class LayerCall:
 
     def agree(self, operator: str) -> None:
         """Agree on this call with all ranks, which gives it its mark: within a node once for all
-        numbers of tokens, of which a server sees hundreds.
+        numbers of tokens, of which a server sees hundreds. Where a stock pair's exchanges would not
+        find out that these differ, ranks compare them on their GPUs.
         """
         group, (tokens, hidden) = self.group, self.x.shape
         group.check()
         group.require_size(OPERATOR, MAX_RANKS)
-        shape = {"the_shape_of_x": (tokens, hidden)}
+        first = {"the_shape_of_x": (tokens, hidden), "capacity": self.capacity}
         shared = {
             # One that drops nothing follows from the tokens.
             "capacity": self.capacity if self.capacity < tokens else None,
@@ -350,11 +348,9 @@ class LayerCall:
             "impl": self.impl,
             "config": self.config,
         }
-        if group.spans_nodes:
-            self.mark = group.agree(operator, **shape, **shared)
-            return
-        self.family = group.agreement.family(operator, shared, shape, "")
-        self.mark = self.family.mark(tokens)
+        self.mark, family = group.agreement.agree_on_sizes(operator, shared, first, tokens)
+        if self.operator.is_pair(self.implementation.name):
+            compare_once(group, family, operator, tokens)
 
     def range(self, name: str) -> contextlib.AbstractContextManager[object]:
         """Return the range of this call for profilers, by the name of the operator or its half.
@@ -428,17 +424,10 @@ def run(call: LayerCall) -> tuple[torch.Tensor, Saved]:
             batch-invariant.
     """
     call.agree(OPERATOR)
-    _compare_before_pair(call, OPERATOR)
     with call.range(OPERATOR):
         outcome = call.implementation.run(call)
         result: tuple[torch.Tensor, Saved] = call.group.perform(outcome, call.known)
     return result
-
-
-def _compare_before_pair(call: LayerCall, operator: str) -> None:
-    """Let ranks compare their numbers of tokens, where a stock pair's exchanges would not."""
-    if call.operator.is_pair(call.implementation.name):
-        compare_once(call.group, call.family, operator, len(call.x))
 
 
 def run_backward(
@@ -449,7 +438,6 @@ def run_backward(
     The last four are empty unless they are ``needed``.
     """
     call.agree(BACKWARD)
-    _compare_before_pair(call, BACKWARD)
     backward = call.implementation.backward
     assert backward is not None  # the others refuse calls that keep tensors for it
     with call.range(BACKWARD):

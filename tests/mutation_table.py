@@ -309,6 +309,24 @@ MUTANTS = [
         "operators/test_families.py::test_different_sizes_are_found",
     ),
     Mutant(
+        "interlace/operators/linear_cross_entropy/schema.py",
+        "compare_once(call.group, family, OPERATOR, call.target.numel())",
+        "pass",
+        "operators/test_families.py::test_different_sizes_are_found",
+    ),
+    Mutant(
+        "interlace/operators/linear_top_k/__init__.py",
+        "compare_once(group, family, OPERATOR, len(call.x))",
+        "pass",
+        "operators/test_families.py::test_different_sizes_are_found",
+    ),
+    Mutant(
+        "interlace/gemm/sequence_dispatch.py",
+        "compare_once(group, agreed.family, operator.name, operands.rows)",
+        "pass",
+        "operators/test_families.py::test_different_sizes_are_found",
+    ),
+    Mutant(
         "interlace/operators/embedding_all_to_all/operator.py",
         'if implementation.name != "fused":',
         'if implementation.name == "unfused":',

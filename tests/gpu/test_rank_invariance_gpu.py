@@ -16,7 +16,9 @@ import interlace
 from interlace.nn import ColumnParallelLinear, RowParallelLinear
 from tests.gemm.row_calls import bits
 
-pytestmark = pytest.mark.gpu
+# A process has 1 to 3 GiB of a GPU, and 15 of them wait here for their turn: those of ten tests at
+# once do not fit on one GPU.
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
 WORLD_SIZES = (1, 2, 4, 8)
 MOST_ROWS = 2048

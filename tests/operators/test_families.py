@@ -48,8 +48,41 @@ def _products(size: int, group: dist.ProcessGroup, impl: str) -> torch.Tensor:
     return y
 
 
+def _vocabulary(size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(size)
+    x = torch.randn(size, _HIDDEN, generator=generator).requires_grad_()
+    return x, torch.randn(16, _HIDDEN, generator=generator)
+
+
+def _loss(size: int, group: dist.ProcessGroup, impl: str) -> torch.Tensor:
+    x, w = _vocabulary(size)
+    target = torch.arange(size) % 32
+    losses = interlace.linear_cross_entropy(
+        x, w, target, reduction="none", group=group, impl=impl, vocabulary=32
+    )
+    losses.sum().backward()
+    assert x.grad is not None
+    return torch.cat([losses.detach(), x.grad.flatten()])
+
+
+def _columns(size: int, group: dist.ProcessGroup, impl: str) -> torch.Tensor:
+    x, w = _vocabulary(size)
+    return interlace.linear_top_k(x.detach(), w, 3, group=group, impl=impl).values
+
+
+def _heads(size: int, group: dist.ProcessGroup, impl: str) -> torch.Tensor:
+    """To the columns of heads, and back to rows; both backward passes are the other operator."""
+    x, w = _vocabulary(size)
+    y = interlace.gemm_all_to_all_columns(x, w, group=group, impl=impl)
+    z = interlace.all_to_all_gemm(y, w.T.contiguous(), group=group, impl=impl)
+    z.sum().backward()
+    assert x.grad is not None
+    return torch.cat([z.detach(), x.grad])
+
+
 _CALLS: dict[str, Callable[[int, dist.ProcessGroup, str], torch.Tensor]] = {
-    "experts": _experts, "tables": _tables, "products": _products,
+    "experts": _experts, "tables": _tables, "products": _products, "loss": _loss,
+    "columns": _columns, "heads": _heads,
 }  # fmt: skip
 
 
@@ -72,7 +105,8 @@ def _exchanged(kind: str, impl: str) -> tuple[list[int], bool]:
     ("kind", "impl"),
     [
         ("experts", "fused"), ("experts", "unfused"), ("tables", "fused"), ("tables", "pooled"),
-        ("products", ""),
+        ("products", ""), ("loss", "fused"), ("loss", "unfused"), ("columns", "fused"),
+        ("columns", "unfused"), ("heads", "fused"), ("heads", "unfused"),
     ],
 )  # fmt: skip
 def test_calls_of_other_sizes_exchange_nothing(ranks: Any, kind: str, impl: str) -> None:
@@ -95,7 +129,8 @@ def _different_sizes(kind: str, impl: str) -> tuple[str, dict[str, Any]]:
     ("kind", "impl"),
     [
         ("experts", "fused"), ("experts", "unfused"), ("tables", "fused"), ("tables", "pooled"),
-        ("tables", "unfused"), ("products", ""),
+        ("tables", "unfused"), ("products", ""), ("loss", "fused"), ("loss", "unfused"),
+        ("columns", "fused"), ("columns", "unfused"), ("heads", "fused"), ("heads", "unfused"),
     ],
 )  # fmt: skip
 def test_different_sizes_are_found(ranks: Any, kind: str, impl: str) -> None:

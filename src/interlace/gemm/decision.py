@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, NamedTuple
 
 from interlace.comm import Group
@@ -156,16 +156,41 @@ def agree(asked: Asked, group: Group) -> AgreedKind:
             return None
         return _choose(operator, operands, rows, group, place).packed()
 
+    for_all_rows = all(rows is None for rows in splits)
+    return agree_on(
+        group, operator.name, shared, of_rows, operands.rows, choose, for_all_rows=for_all_rows
+    )
+
+
+def agree_on(
+    group: Group,
+    operator: str,
+    shared: Mapping[str, Hashable],
+    of_rows: Mapping[str, Hashable],
+    rows: int,
+    choose: Callable[[], list[Any] | None],
+    *,
+    for_all_rows: bool,
+) -> AgreedKind:
+    """Agree on a call with all ranks. Collective.
+
+    Args:
+        group: The ranks.
+        operator: The operator's name.
+        shared: What calls have in common that differ in their rows alone; equal on all ranks.
+        of_rows: What follows from the rows, and is equal on all ranks, too.
+        rows: Rows of x.
+        choose: Returns rank 0's choice, packed, where ranks choose together.
+        for_all_rows: Whether ranks of one node agree once for all numbers of rows.
+    """
     # Ranks compare everything before the first of them goes on: a later refusal is every rank's.
-    if all(rows is None for rows in splits) and not group.spans_nodes:
-        knowledge = profile_digest(group.device)
-        family = group.agreement.family(operator.name, shared, of_rows, knowledge)
+    if for_all_rows and not group.spans_nodes:
+        family = group.agreement.family(operator, shared, of_rows, profile_digest(group.device))
         if family.is_alike:
-            return AgreedKind.of(family, operands.rows, operator.name, *shared.items())
+            return AgreedKind.of(family, rows, operator, *shared.items())
     agreed = {**of_rows, **shared}
-    mark, chosen_by_rank_0 = group.agreement.agree(operator.name, agreed, choose)
-    kind = operator.name, *agreed.items()
-    return AgreedKind(mark, kind, version(), choice=chosen_by_rank_0)
+    mark, chosen_by_rank_0 = group.agreement.agree(operator, agreed, choose)
+    return AgreedKind(mark, (operator, *agreed.items()), version(), choice=chosen_by_rank_0)
 
 
 def decide(asked: Asked, group: Group, agreed: AgreedKind) -> Decision:

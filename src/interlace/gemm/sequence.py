@@ -1,7 +1,7 @@
 """Products between two layouts of one matrix: ranks have rows of the sequence, or columns.
 
 What the two operators of Ulysses' sequence parallelism share: how rows and columns are shared out,
-what ranks agree on, and what runs a call.
+and their declaration. ``sequence_dispatch`` runs a call.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import abc
 import dataclasses
 import functools
 import itertools
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -18,14 +18,13 @@ import torch.distributed as dist
 
 from interlace.comm import Group, process_group_named
 from interlace.comm.groups.reservation import Reservation
-from interlace.comm.runtime import ranges
 from interlace.errors import ArgumentError
 from interlace.gemm import invariance
 from interlace.gemm.choice import choose_product
 from interlace.gemm.config import GemmConfig
 from interlace.gemm.operands import Operands
 from interlace.gemm.reservations import Ranks
-from interlace.registry import BATCH_INVARIANT, Implementation, Operator
+from interlace.registry import BATCH_INVARIANT, Operator
 from interlace.tuning.choice import Choice
 from interlace.units import ceil_div
 
@@ -241,105 +240,6 @@ class SequenceOperator(Operator):
         if chosen == self.implementations[0].name:
             chosen = f"{chosen} ({choice.config})"
         return described, chosen, choice.reason
-
-
-def run(
-    operator: SequenceOperator,
-    operands: Operands,
-    rows: tuple[int, ...],
-    columns: Ranges,
-    gather: bool,
-    group: Group,
-    group_name: str,
-    impl: str,
-    config: str,
-    known: Hashable,
-) -> Any:
-    """Agree on a call with all ranks, choose what runs it, and run it. Collective.
-
-    Args:
-        rows: Rows of the sequence on each rank, as the caller says.
-        columns: The columns of each rank, as the caller says.
-        gather: Whether the gathered x is a result, too; ranks may differ in it.
-        config: The text of a configuration; empty for the one that is chosen.
-        known: By what ``Group.recall`` finds the call when it comes again; None for nothing.
-
-    Raises:
-        ArgumentError: The lists do not fit, or ``impl`` cannot run such a call, or not with the
-            same bits in every batch where those are asked for.
-        RankMismatchError: Ranks differ in what must be the same; raised on every rank.
-        GroupError: The group is broken.
-    """
-
-    def decide() -> tuple[int, Choice[Any]]:
-        return _decide(operator, operands, rows, columns, group, impl, config)
-
-    impl = invariance.effective_impl(operator, impl)
-    key = operator.name, operands.signature(), rows, columns, impl, config
-    mark, choice = group.once(key, decide)
-    call = SequenceCall(operands, rows, columns, gather, group, group_name, choice.config, mark)
-    implementation = _implementation(operator, impl, choice, call)
-    group.check()
-    tensors = (operands.x, operands.w)
-    with ranges.around(operator.name, implementation.name, tensors, lambda: None):
-        return group.perform(implementation.run(call), known)
-
-
-def _decide(
-    operator: SequenceOperator,
-    operands: Operands,
-    rows: tuple[int, ...],
-    columns: Ranges,
-    group: Group,
-    impl: str,
-    config: str,
-) -> tuple[int, Choice[Any]]:
-    """Agree on calls of one kind with all ranks, and choose what runs them. Collective.
-
-    Returns:
-        The mark of such calls, and the choice.
-    """
-    rank, world_size, nodes = group.rank, group.world_size, group.nodes
-    is_batch_invariant = invariance.is_invariant(impl)
-    agreed = {
-        **operator.excess(operands, rows, columns, rank),
-        "the_rows_of_each_rank": rows,
-        "the_columns_of_each_rank": columns,
-        **operands.agreed(),
-        "impl": impl,
-        "config": config,
-    }
-
-    def choose() -> list[Any]:
-        return operator.choice_of(
-            operands, rows, columns, world_size, nodes, is_batch_invariant=is_batch_invariant
-        ).packed()
-
-    # Ranks compare everything before the first of them goes on: a refusal below is every rank's.
-    mark, chosen = group.agreement.agree(operator.name, agreed, choose)
-    operator.check(operands, rows, columns, rank, world_size)
-    operands.require_supported(operator.name, takes_float8=False)
-    choice = Choice.unpacked(operator, chosen)
-    needed = choice.impl if is_batch_invariant else impl
-    operator.require_nodes(needed, nodes, is_invariant=is_batch_invariant)
-    return mark, choice.with_text(operator, config) if config else choice
-
-
-def _implementation(
-    operator: SequenceOperator, impl: str, choice: Choice[Any], call: SequenceCall
-) -> Implementation:
-    """Return what runs a call: ``impl``, or what was chosen, and the pair where the memory of that
-    does not fit under the group's limit, or there is nothing to multiply.
-    """
-    if not (sum(call.rows) and call.operands.columns and sum(call.column_counts)):
-        return operator.implementation("unfused")
-    if invariance.is_invariant(impl):
-        return operator.implementation(choice.impl)
-    if impl not in operator.choosers:
-        return operator.implementation(impl)
-    chosen = operator.implementation(choice.impl)
-    lacks = call.group.shortage(functools.partial(chosen.reservation, call))
-    return chosen if lacks is None else operator.implementation("unfused")
 
 
 def check_ranges(operator: str, columns: Ranges, count: int, world_size: int) -> None:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from interlace.comm import Group
+from interlace.comm.host.agreement import Family
 from interlace.errors import ArgumentError
 from interlace.gemm.operands import require_bias, require_float, require_kind, require_tensors
 from interlace.registry import Implementation, Operator
@@ -114,8 +115,8 @@ def rows_of(
 
 def agree(
     group: Group, operator: str, shared: Mapping[str, Hashable], rows_of_w: int, rows: int
-) -> int:
-    """Agree on a call with all ranks, once for all numbers of rows.
+) -> tuple[int, Family | None]:
+    """Agree on a call with all ranks, within a node once for all numbers of rows.
 
     Args:
         group: The ranks.
@@ -125,7 +126,8 @@ def agree(
         rows: Rows of the call.
 
     Returns:
-        The call's mark.
+        The call's mark, and the family of calls of all numbers of rows if there is one, for
+        ``compare_once`` ahead of a stock collective.
 
     Raises:
         ArgumentError: A rank's weight has fewer rows than its share of the vocabulary, or there is
@@ -142,7 +144,7 @@ def agree(
         "columns_of_a_rank": per_rank,
         "whether_w_has_its_columns": columns == share,
     }
-    family = group.agreement.family(operator, compared, {"rows": rows}, "")
+    agreed = group.agreement.agree_on_sizes(operator, compared, {"rows": rows}, rows)
     if columns != share:
         raise ArgumentError(
             f"{operator}: w must have {share} rows, this rank's share of vocabulary={vocabulary}, "
@@ -153,7 +155,7 @@ def agree(
             f"{operator}: vocabulary must have a column for each of {ranks} ranks with {per_rank} "
             f"columns each; got {vocabulary}."
         )
-    return family.mark(rows)
+    return agreed
 
 
 def choose_implementation(

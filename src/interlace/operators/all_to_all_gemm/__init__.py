@@ -33,8 +33,8 @@ from interlace.gemm.sequence import (
     contiguous_ranges,
     flat_ranges,
     no_memory,
-    run,
 )
+from interlace.gemm.sequence_dispatch import run
 from interlace.gemm.splits import check_sum, rank_in, ranks_of, validate_list
 from interlace.operators.all_to_all_gemm import fused, reference
 from interlace.operators.all_to_all_gemm.fused import AllToAllGemmConfig as AllToAllGemmConfig

@@ -34,10 +34,10 @@ from interlace.gemm.sequence import (
     flat_ranges,
     no_memory,
     ranges_of,
-    run,
     validate_ranges,
 )
 from interlace.gemm.sequence import qkv_column_ranges as qkv_column_ranges
+from interlace.gemm.sequence_dispatch import run
 from interlace.gemm.splits import balanced, check_sum, rank_in, ranks_of, validate_list
 from interlace.operators.gemm_all_to_all_columns import fused, reference
 from interlace.operators.gemm_all_to_all_columns.layout import segments_of

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from interlace.comm import Group, group_named, process_group_named
+from interlace.comm.host.agreement import Family
 from interlace.comm.runtime import ranges
 from interlace.errors import ArgumentError
 from interlace.gemm.operands import require_device, require_tensor
@@ -155,11 +156,18 @@ class LossCall:
             len(self.w), self.options.vocabulary, group.rank, group.world_size
         )
 
-    def agree(self, step: str) -> None:
-        """Agree on this call with all ranks, once for all numbers of rows, which gives it its mark;
-        see :func:`interlace.gemm.vocabulary.agree`.
+    def agree(self, step: str) -> Family | None:
+        """Agree on this call with all ranks, within a node once for all numbers of rows, which
+        gives it its mark; see :func:`interlace.gemm.vocabulary.agree`.
+
+        Args:
+            step: The pass that the call is, ``"forward"`` or ``"backward"``.
+
+        Returns:
+            The family of calls of all numbers of rows, if there is one.
         """
-        self.group.require_size(OPERATOR, MAX_RANKS)
+        group, rows = self.group, self.target.numel()
+        group.require_size(OPERATOR, MAX_RANKS)
         shared = {
             **self.options._asdict(),
             "the_step": step,
@@ -169,7 +177,8 @@ class LossCall:
             "whether_x_needs_its_gradient": self.needs_x,
             "impl": self.impl,
         }
-        self.mark = agree(self.group, OPERATOR, shared, len(self.w), self.target.numel())
+        self.mark, family = agree(group, OPERATOR, shared, len(self.w), rows)
+        return family
 
     @functools.cached_property
     def implementation(self) -> Implementation:

@@ -19,6 +19,7 @@ from interlace.comm.groups.registration import (
     once_differentiable,
     register,
 )
+from interlace.mapped.meeting import compare_once
 from interlace.operators.linear_cross_entropy.call import OPERATOR, LossCall, LossGradients, Options
 from interlace.operators.linear_cross_entropy.fused import multiply
 
@@ -62,6 +63,13 @@ def _results(call: LossCall, gradients: LossGradients) -> tuple[torch.Tensor, ..
     return tuple(call.x.new_empty(0) if gradient is None else gradient for gradient in gradients)
 
 
+def _agree(call: LossCall, step: str) -> None:
+    """Agree on a pass with all ranks; stock collectives would not find out that rows differ."""
+    family = call.agree(step)
+    if call.implementation.name == "unfused":
+        compare_once(call.group, family, OPERATOR, call.target.numel())
+
+
 def _run(*arguments: Any) -> tuple[torch.Tensor, ...]:
     tensors, others = arguments[:_TENSORS], arguments[_TENSORS:]
     x, _, target, _ = tensors
@@ -73,7 +81,7 @@ def _run(*arguments: Any) -> tuple[torch.Tensor, ...]:
     # In float16 the gradients of a mean would vanish before a program's own scale reaches them.
     is_scaled = x.dtype != torch.float16
     call = _call(tensors, others, scale if is_scaled else one, computes=options.reduction != "none")
-    call.agree("forward")
+    _agree(call, "forward")
     with call.range(OPERATOR):
         losses, log_sums, gradients = call.implementation.run(call)
     if options.reduction != "none":
@@ -104,7 +112,7 @@ def _fake_gradients(tensors: Any, needed: Any) -> tuple[torch.Tensor, ...]:
 def _run_backward(grad: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, ...]:
     *tensors, log_sums = arguments[: _TENSORS + 1]
     call = _call(tensors, arguments[_TENSORS + 1 :], grad.contiguous(), computes=True)
-    call.agree("backward")
+    _agree(call, "backward")
     backward = call.implementation.backward
     assert backward is not None
     with call.range(f"{OPERATOR}.backward"):

@@ -22,6 +22,7 @@ from interlace.comm.groups.registration import (
 from interlace.comm.groups.reservation import Reservation
 from interlace.comm.runtime import ranges
 from interlace.gemm.vocabulary import VocabularyOperator, rows_of
+from interlace.mapped.meeting import compare_once
 from interlace.operators.linear_top_k import fused, reference
 from interlace.operators.linear_top_k.call import (
     OPERATOR,
@@ -213,8 +214,9 @@ def _run(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
         result = group.recall_known(known, *tensors)
         if result is not None:
             return result
-    call.agree()
-    implementation = call.implementation
+    family, implementation = call.agree(), call.implementation
+    if implementation.name == "unfused":
+        compare_once(group, family, OPERATOR, len(call.x))
     with ranges.around(OPERATOR, implementation.name, tensors[:2], lambda: None):
         result = group.perform(implementation.run(call), known)
     assert result is not None

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from interlace.comm import Group, group_named, process_group_named
+from interlace.comm.host.agreement import Family
 from interlace.comm.replay.replays import places
 from interlace.errors import ArgumentError
 from interlace.gemm.vocabulary import VocabularyShard, agree, choose_implementation
@@ -113,13 +114,18 @@ class TopKCall:
         group = self.group
         return VocabularyShard.of(len(self.w), self.vocabulary, group.rank, group.world_size)
 
-    def agree(self) -> None:
-        """Agree on this call with all ranks, once for all numbers of rows, which gives it its mark.
+    def agree(self) -> Family | None:
+        """Agree on this call with all ranks, within a node once for all numbers of rows, which
+        gives it its mark; see :func:`interlace.gemm.vocabulary.agree`.
+
+        Returns:
+            The family of calls of all numbers of rows, if there is one.
 
         Raises:
             ArgumentError: A rank has fewer columns than are chosen.
         """
-        self.group.require_size(OPERATOR, MAX_RANKS)
+        group = self.group
+        group.require_size(OPERATOR, MAX_RANKS)
         shared = {
             "vocabulary": self.vocabulary,
             "the_width_of_x": self.x.shape[1],
@@ -128,10 +134,11 @@ class TopKCall:
             "whether_there_is_a_bias": self.bias is not None,
             "impl": self.impl,
         }
-        self.mark = agree(self.group, OPERATOR, shared, len(self.w), len(self.x))
+        self.mark, family = agree(group, OPERATOR, shared, len(self.w), len(self.x))
         per_rank = self.shard.per_rank
-        fewest = min(per_rank, self.vocabulary - (self.group.world_size - 1) * per_rank)
+        fewest = min(per_rank, self.vocabulary - (group.world_size - 1) * per_rank)
         require_columns(self.k, fewest)
+        return family
 
     @functools.cached_property
     def implementation(self) -> Implementation:

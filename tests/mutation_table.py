@@ -321,6 +321,12 @@ MUTANTS = [
         "operators/test_families.py::test_different_sizes_are_found",
     ),
     Mutant(
+        "interlace/gemm/choice.py",
+        "if tabulated.table_ranks == world_size:",
+        "if tabulated.is_known:",
+        "operators/sequence/test_choice.py",
+    ),
+    Mutant(
         "interlace/gemm/sequence_dispatch.py",
         "compare_once(group, agreed.family, operator.name, operands.rows)",
         "pass",

@@ -12,7 +12,7 @@ import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch.distributed as dist
 
@@ -20,7 +20,7 @@ from interlace.comm import Group, process_group_named
 from interlace.comm.groups.reservation import Reservation
 from interlace.errors import ArgumentError
 from interlace.gemm import invariance
-from interlace.gemm.choice import choose_product
+from interlace.gemm.choice import choose_alike
 from interlace.gemm.config import GemmConfig
 from interlace.gemm.operands import Operands
 from interlace.gemm.reservations import Ranks
@@ -114,20 +114,20 @@ class SequenceCall:
 class SequenceOperator(Operator):
     """Base of the two operators, which differ in the side of the product that ranks exchange.
 
-    Times are not predicted: no profile composes them yet. Within a node ``"auto"`` runs the entry
-    of a tuned table; without one it runs the pair on GPUs, as nobody knows what is faster there,
-    and the kernel on the CPU backend.
+    Attributes:
+        alike: An operator of as large a product, whose ranks exchange as many bytes: its predicted
+            times are taken for this one's, which no profile composes, beyond the tuned table.
     """
+
+    alike: ClassVar[str]
 
     computation = "gemm"
     sizes = ("rows", "columns", "inner")
     choosers = ("auto", BATCH_INVARIANT)
 
     def choose(self, **call: Any) -> Choice[Any]:
-        """Return what ``impl="auto"`` runs; see :func:`interlace.gemm.choice.choose_product`."""
-        is_known = call["device"].type == "cpu"
-        default = self.implementations[0].name if is_known else "unfused"
-        return choose_product(self.name, self.config_type, default=default, **call)
+        """Return what ``impl="auto"`` runs; see :func:`interlace.gemm.choice.choose_alike`."""
+        return choose_alike(self.name, self.alike, self.config_type, **call)
 
     @abc.abstractmethod
     def excess(

@@ -33,6 +33,7 @@ class Entry:
         reason: What was measured, for :func:`interlace.explain`.
         faster: Implementations that are faster than the fastest unfused pair.
         is_exact: Whether the entry is of the very sizes, ranks and dtype that were asked for.
+        world_size: The number of ranks that were measured.
     """
 
     impl: str
@@ -41,6 +42,7 @@ class Entry:
     reason: str
     faster: tuple[str, ...]
     is_exact: bool
+    world_size: int
 
 
 # A size that differs by more than this factor is another regime: better a default than a wrong
@@ -100,6 +102,7 @@ def nearest(
         reason,
         faster,
         is_exact=best[0] == 0,
+        world_size=int(entry["world_size"]),
     )
 
 

@@ -73,6 +73,7 @@ class Choice(Generic[Config]):
         faster: All implementations that take less time than the fastest stock pair.
         is_exact: Whether a table has the very sizes of the call.
         table_us: Microseconds that the table's entry was measured to take; None without one.
+        table_ranks: The number of ranks with which it was measured.
         configs: The configurations of implementations that have one of their own, by name.
     """
 
@@ -85,6 +86,7 @@ class Choice(Generic[Config]):
     faster: tuple[str, ...] = ()
     is_exact: bool = False
     table_us: float | None = None
+    table_ranks: int | None = None
     configs: Mapping[str, Configuration] = dataclasses.field(default_factory=dict)
 
     @property
@@ -281,4 +283,5 @@ def by_table(
         faster=entry.faster,
         is_exact=entry.is_exact,
         table_us=entry.us,
+        table_ranks=entry.world_size,
     )

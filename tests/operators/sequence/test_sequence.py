@@ -25,7 +25,6 @@ from interlace.operators.gemm_all_to_all_columns import fused as columns_fused
 from interlace.operators.gemm_all_to_all_columns.layout import columns_of_tiles
 from interlace.testing.cases.sequence import TO_COLUMNS, TO_ROWS, SequenceCase
 from interlace.tuning.choice import Choice
-from interlace.tuning.gpu import Gpu
 from tests.errors import error_of
 from tests.operators.traffic import changing_shapes, with_traffic
 
@@ -493,10 +492,6 @@ def test_what_is_said_of_a_call() -> None:
     assert declared.explain(*arguments, world_size=2, nodes=2)[1:] == (
         "unfused", "the ranks are on 2 nodes, between which no kernel of this operator sends"
     )  # fmt: skip
-    # What nobody has measured does not run on a GPU unless it is asked for.
-    sizes = {"rows": 4096, "columns": 4096, "inner": 4096, "dtype": torch.bfloat16}
-    for gpu, impl in ((Gpu("NVIDIA H800", 132, 232448), "unfused"), (x.device, "fused")):
-        assert declared.choose(**sizes, world_size=2, device=gpu).impl == impl
     lacking = {"fused": "more than the limit"}
     assert GemmAllToAllColumns().explain(
         x, w, column_ranges=ranges, world_size=2, lacking=lacking

@@ -48,6 +48,7 @@ class AllToAllGemm(SequenceOperator):
     """``gathered @ w.T + bias``: this rank's rows, of which every rank had some columns."""
 
     collective = "all_to_all"
+    alike = "all_gather_gemm"
     collective_first = True
     config_type = AllToAllGemmConfig
     implementations = (
@@ -239,7 +240,8 @@ def all_to_all_gemm(
             default: the default process group.
         impl: ``"fused"``; ``"unfused"`` or ``"nccl"``: ``all_to_all_single``, a permute of the
             columns, and ``F.linear``; or ``"auto"``: what a tuned table has near these
-            sizes; without, ``"unfused"`` on GPUs, as no times are known there yet.
+            sizes; without, the one whose time is predicted to be shorter, as of
+            ``all_gather_gemm``.
             ``"batch_invariant"`` gives a row the same bits in every batch
             (:func:`interlace.batch_invariant`).
         config: The fused kernel's configuration, the same on every rank; default: the tuned

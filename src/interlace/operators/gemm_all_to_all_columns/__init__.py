@@ -60,6 +60,7 @@ class GemmAllToAllColumns(SequenceOperator):
     """``x @ w.T + bias`` of this rank's rows, whose columns go to the ranks that own them."""
 
     collective = "all_to_all_columns"
+    alike = "gemm_all_to_all"
     config_type = GemmAllToAllColumnsConfig
     implementations = (
         Implementation(
@@ -192,7 +193,8 @@ def gemm_all_to_all_columns(
             default: the default process group.
         impl: ``"fused"``; ``"unfused"`` or ``"nccl"``: ``F.linear``, a permute of its columns, and
             ``all_to_all_single``; or ``"auto"``: what a tuned table has near these
-            sizes; without, ``"unfused"`` on GPUs, as no times are known there yet.
+            sizes; without, the one whose time is predicted to be shorter, as of
+            ``gemm_all_to_all``.
             ``"batch_invariant"`` gives a row the same bits in every batch
             (:func:`interlace.batch_invariant`).
         config: The fused kernel's configuration, the same on every rank; default: the tuned

@@ -635,8 +635,8 @@ MUTANTS = [
     ),
     Mutant(
         "interlace/gemm/dispatch.py",
-        "is_open = decision.predicted_us and autotune.is_enabled(call.impl)",
-        "is_open = False",
+        "if _is_to_be_measured(template.impl, other):",
+        "if False:",
         "gemm/test_forms.py::test_rows_that_are_to_be_measured_take_the_long_way",
     ),
     Mutant(

@@ -199,8 +199,7 @@ def run(
     if group.memory.limit_bytes is not None and not decision.has_run:
         _keep_what_fits(call, decision)
     # 2. Measure, if the program wants that, and no rank has measured this kind of call.
-    is_open = decision.predicted_us and not (decision.is_measured or is_new_each_time)
-    if is_open and autotune.is_enabled(impl):
+    if not is_new_each_time and _is_to_be_measured(impl, decision):
         _measure(call, decision)
         if not decision.is_measured:
             # Ranks ask one another in the next call again, so none may pass that over.
@@ -331,9 +330,7 @@ def _remember(call: GemmCall, decision: Decision, work: Any) -> None:
         )
         out_dtype = call.operands.out_dtype
         again = functools.partial(_run_again, decision, template, out_dtype, again)
-        # Where the program wants that, others are measured first.
-        is_open = decision.predicted_us and autotune.is_enabled(call.impl)
-        if decision.family is not None and not is_open:
+        if decision.family is not None:
             with_any_rows = _of_any_rows(call.form)
             if replays.alike(with_any_rows) is None:
                 run_other = functools.partial(_run_other_rows, decision, template, out_dtype)
@@ -360,7 +357,7 @@ def _run_other_rows(
         tensors: X, w, bias and both scales, and those of an epilogue, if that one had one.
 
     Returns:
-        The result; None if it must take the long way, which may refuse it.
+        The result; None if it must take the long way, which may refuse it, or measure.
     """
     given = _given(template, out_dtype, *tensors)
     operands, operator = given["operands"], template.operator
@@ -380,6 +377,9 @@ def _run_other_rows(
     try:
         other = group.once(asked.key(), decided)
     except InterlaceError:
+        return None
+    # Ranks exchange something then, whatever was known of the rows of that one.
+    if _is_to_be_measured(template.impl, other):
         return None
     call = dataclasses.replace(
         template, group=group, known=known, form=known[0], **given, **other.of_call()
@@ -453,6 +453,12 @@ def _link_bytes(call: GemmCall) -> int | None:
         output_itemsize=operands.out_dtype.itemsize,
         world_size=call.group.world_size,
     ).link_bytes
+
+
+def _is_to_be_measured(impl: str, decision: Decision) -> bool:
+    """Return whether the order of a call's implementations is to be measured before it runs."""
+    is_open = bool(decision.predicted_us) and not decision.is_measured
+    return is_open and autotune.is_enabled(impl)
 
 
 def _measure(call: GemmCall, decision: Decision) -> None:

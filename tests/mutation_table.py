@@ -617,9 +617,15 @@ MUTANTS = [
     ),
     Mutant(
         "interlace/gemm/dispatch.py",
-        "count if count == 1 or not rows else divmod(count, rows), strides,",
-        "count, strides,",
+        'return "rows" if shape in ((rows,), broadcast) else shape',
+        "return shape",
         "gemm/test_forms.py::test_other_rows_are_decided_as_on_the_long_way",
+    ),
+    Mutant(
+        "interlace/gemm/dispatch.py",
+        'return "rows" if shape in ((rows,), broadcast) else shape',
+        'return "rows"',
+        "gemm/test_forms.py::test_scales_that_are_refused_are_so_behind_others",
     ),
     Mutant(
         "interlace/gemm/dispatch.py",

@@ -18,13 +18,16 @@ import torch.distributed as dist
 
 import interlace
 from interlace.comm import Group
+from interlace.comm.groups.group import known_group
 from interlace.comm.launching.kernels import Launch
 from interlace.comm.replay import replays
 from interlace.comm.replay.replays import Replays
-from interlace.gemm import dispatch
+from interlace.gemm import dispatch, schema
 from interlace.gemm.operands import FLOAT8
+from interlace.gemm.operator import product_operator
 from interlace.gemm.scaled import block_scale_shapes
 from interlace.operators.gemm_all_reduce import GemmAllReduce, normed
+from tests.errors import error_of
 
 ROWS, COLUMNS, INNER = 8, 16, 32
 
@@ -147,6 +150,46 @@ def test_calls_with_scales_are_found_by_their_kind(ranks: Any, name: str, impl: 
         assert long_ways == [True, False] * 4
         # Sums are rounded to bfloat16 twice.
         assert max(errors) < 2**-6
+
+
+def _refused_scales(impl: str) -> list[tuple[str, str]]:
+    """The errors of scales that are none of float8 operands, behind calls with as many numbers."""
+    inner, columns = 128, 256  # one block along K, and two of w's rows
+    w, errors = torch.ones(columns, inner).to(FLOAT8), []
+
+    def found(_: object, x: torch.Tensor, *others: torch.Tensor | None) -> Group | None:
+        return known_group(members, x.device)
+
+    with _remembering() as (members, _), mock.patch.object(schema, "recalling_group", found):
+
+        def call(rows: int, of_x: tuple[int, ...], of_w: tuple[int, ...]) -> torch.Tensor:
+            scales = {"x_scale": torch.ones(of_x), "w_scale": torch.ones(of_w)}
+            x = torch.ones(rows, inner).to(FLOAT8)
+            return interlace.gemm_all_reduce(x, w, impl=impl, group=members, **scales)
+
+        for right, wrong in (
+            (((ROWS, 1), (2, 1)), ((ROWS,), (2,))),  # of blocks
+            (((ROWS,), (columns,)), ((ROWS // 2, 2), (2, columns // 2))),
+        ):
+            call(ROWS, *right)
+            error = error_of(call, ROWS, *wrong)
+            errors.append(("none", "") if error is None else error[:2])
+        # A weight's scales lie otherwise in the same place.
+        w_scale, x = torch.ones(2, 2), torch.ones(ROWS, columns).to(FLOAT8)
+        call_of = functools.partial(
+            dispatch.known_call, product_operator("gemm_all_reduce"), x, x.new_empty(256, columns),
+            None, torch.bfloat16, False, impl, interlace.group_of(members), torch.ones(ROWS, 2),
+        )  # fmt: skip
+        assert call_of(w_scale) != call_of(w_scale.T)
+    return errors
+
+
+@pytest.mark.parametrize("impl", ["fused", "pushed"])
+def test_scales_that_are_refused_are_so_behind_others(ranks: Any, impl: str) -> None:
+    """Kernels would read beyond them."""
+    for errors in ranks(2).run(_refused_scales, impl):
+        assert [kind for kind, _ in errors] == ["ArgumentError"] * 2
+        assert all("_scale must be" in message for _, message in errors)
 
 
 def _preparations(name: str, impl: str) -> tuple[list[bool], float]:

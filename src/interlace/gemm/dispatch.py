@@ -28,7 +28,7 @@ from interlace.gemm.invariance import (
 )
 from interlace.gemm.operands import Operands
 from interlace.gemm.operator import GemmOperator, Splits
-from interlace.gemm.scaled import has_wide_rows
+from interlace.gemm.scaled import has_block_scales
 from interlace.mapped.meeting import compare_once
 from interlace.registry import Implementation
 
@@ -78,6 +78,7 @@ def known_call(
 
     Scales of rows have the same form as vectors, as rows and as columns.
     """
+    kinds: tuple[Hashable, ...]
     scales: tuple[Hashable, ...] = ()
     at = x_address, w_address, bias_address, *scale_addresses = addresses(
         x, w, bias, x_scale, w_scale
@@ -85,12 +86,13 @@ def known_call(
     # Nothing is validated yet.
     rows, inner = (x.shape[0], x.shape[1:]) if x.dim() else (0, ())
     if x_scale is not None and w_scale is not None:
-        count, strides = x_scale.numel(), x_scale.stride() if has_wide_rows(x_scale) else None
-        scales = (
-            count if count == 1 or not rows else divmod(count, rows), strides,
-            x_scale.dtype, w_scale.numel(), w_scale.dtype,
-            *(address % _ALIGNMENT for address in scale_addresses),
-        )  # fmt: skip
+        if x.dim() == w.dim() == 2 and has_block_scales(x, w, x_scale, w_scale):
+            kinds = "blocks", x_scale.stride(), w_scale.stride()
+        else:
+            columns = w.shape[0] if w.dim() else 0
+            kinds = _kind_of(x_scale, rows, (rows, 1)), _kind_of(w_scale, columns, (1, columns))
+        alignments = (address % _ALIGNMENT for address in scale_addresses)
+        scales = kinds, x_scale.dtype, w_scale.dtype, *alignments
     extra = None
     if bias is not None:
         extra = bias.shape, bias.dtype, bias_address % _ALIGNMENT
@@ -101,6 +103,19 @@ def known_call(
         extra, scales, operator.place_of(x, group), invariance.mode(), autotune.is_enabled(impl),
     )  # fmt: skip
     return form, at
+
+
+def _kind_of(scale: torch.Tensor, rows: int, broadcast: tuple[int, int]) -> Hashable:
+    """Return of what a scale is that is not of blocks; its shape where a validation refuses that.
+
+    Args:
+        rows: The rows of its matrix.
+        broadcast: The shape of a scale for each row of two dimensions.
+    """
+    shape = tuple(scale.shape)
+    if shape in ((), (1,), (1, 1)):
+        return "matrix"
+    return "rows" if shape in ((rows,), broadcast) else shape
 
 
 def recall(group: Group, known: Known, *operands: torch.Tensor | None) -> Any:

@@ -1,4 +1,4 @@
-"""What runs a call between two layouts of one matrix: ranks agree on it, and choose."""
+"""Agree on a call between two layouts of one matrix with all ranks, choose, and run it."""
 
 from __future__ import annotations
 

@@ -634,6 +634,12 @@ MUTANTS = [
         "gemm/test_forms.py::test_other_rows_are_decided_as_on_the_long_way",
     ),
     Mutant(
+        "interlace/comm/host/cache.py",
+        "                self._decisions.clear()\n                self.replays.forget()",
+        "                self._decisions.clear()",
+        "gemm/test_forms.py::test_ranks_forget_in_the_same_call_how_calls_run",
+    ),
+    Mutant(
         "interlace/gemm/dispatch.py",
         "if not operands.rows or group.memory.limit_bytes is not None:",
         "if not operands.rows:",

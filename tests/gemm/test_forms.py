@@ -19,10 +19,11 @@ import torch.distributed as dist
 import interlace
 from interlace.comm import Group
 from interlace.comm.groups.group import known_group
+from interlace.comm.host import cache
 from interlace.comm.launching.kernels import Launch
 from interlace.comm.replay import replays
 from interlace.comm.replay.replays import Replays
-from interlace.gemm import dispatch, schema
+from interlace.gemm import autotune, dispatch, schema
 from interlace.gemm.operands import FLOAT8
 from interlace.gemm.operator import product_operator
 from interlace.gemm.scaled import block_scale_shapes
@@ -368,6 +369,60 @@ def _measured_rows() -> int:
 
 def test_rows_that_are_to_be_measured_take_the_long_way(ranks: Any) -> None:
     assert ranks(2).run(_measured_rows) == [2, 2]
+
+
+def _run_by_ranks_that_know_different_things(why: str) -> list[str]:
+    """What runs calls of several numbers of rows, of which the first one has found that another
+    implementation is to run than was chosen: it is faster, or there is memory for it.
+
+    Rank 1 remembers more beside them, as one that trains tables does, and has forgotten forms.
+    """
+    choose, run, names = GemmAllReduce.choose, dispatch._run, []
+
+    def chosen(*given: Any, **call: Any) -> Any:
+        times_us = {"pushed": 1.0, "fused": 1.0}
+        return dataclasses.replace(choose(*given, **call), impl="pushed", times_us=times_us)
+
+    def note(implementation: Any, call: Any, decision: Any) -> Any:
+        names.append(implementation.name)
+        if why == "memory" and len(names) == 1:
+            raise interlace.WorkspaceError("there is none")
+        return run(implementation, call, decision)
+
+    times = autotune.Measured(product_operator("gemm_all_reduce"), {"pushed": 2.0, "fused": 1.0})
+    with (
+        _remembering() as (members, group),
+        mock.patch.object(GemmAllReduce, "choose", chosen),
+        mock.patch.object(dispatch, "_run", note),
+        mock.patch.object(autotune, "may_measure", return_value=True),
+        mock.patch.object(autotune, "measured", return_value=times),
+        mock.patch.object(torch, "are_deterministic_algorithms_enabled", return_value=False),
+        mock.patch.object(cache, "_MAX_COMPUTED", 3),
+    ):
+
+        def call(rows: int) -> None:
+            x, w, _ = _operands(0, rows)
+            interlace.gemm_all_reduce(x, w, group=members)
+
+        for number in range(2 * dist.get_rank()):
+            group.once((number,), object)
+        with interlace.autotune(why == "times"):
+            call(16)
+        # Memory that grows would make the group forget its calls.
+        call(14)
+        if dist.get_rank() == 1:
+            group.replays.forget()
+        for rows in (12, 16, 8, 16):
+            call(rows)
+    return names[why == "memory" :]
+
+
+@pytest.mark.parametrize("why", ["times", "memory"])
+def test_ranks_forget_in_the_same_call_how_calls_run(ranks: Any, why: str) -> None:
+    """What a call has found out is gone then, on all of them."""
+    expected = ["fused", "pushed", "pushed", "fused", "pushed", "pushed"]
+    outcomes = ranks(2).run(_run_by_ranks_that_know_different_things, why)
+    assert outcomes == [expected] * 2
 
 
 def _other_forms() -> tuple[list[str], list[str]]:

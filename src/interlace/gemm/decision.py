@@ -79,7 +79,7 @@ class Asked(NamedTuple):
     """What a call asks for, validated on this rank.
 
     Attributes:
-        operator, operands, gather: As a ``GemmCall`` has them.
+        operator, operands: As a ``GemmCall`` has them.
         splits: The lists of rows that the operator takes, each None for the default.
         impl: As a ``GemmCall`` has it.
         config: The text of a configuration; empty for the tuned table's.
@@ -90,18 +90,17 @@ class Asked(NamedTuple):
     operator: GemmOperator
     operands: Operands
     splits: Splits
-    gather: bool
     impl: str
     config: str
     place: SymmetricPlace | None
     epilogue: Epilogue | None
 
     def key(self) -> tuple[Hashable, ...]:
-        """Return all by which the call is decided, for ``Group.once``."""
+        """Return all by which the call is decided, for ``CallCache.decided``."""
         after = () if self.epilogue is None else self.epilogue.signature()
         return (
-            self.operator.name, *self.operands.signature(), self.splits, self.gather, self.impl,
-            self.config, self.place, *after,
+            self.operator.name, *self.operands.signature(), self.splits, self.impl, self.config,
+            self.place, *after,
         )  # fmt: skip
 
 

@@ -188,12 +188,12 @@ def run(
     is_new_each_time = operator.exchanges(lists)
     place = operator.place_of(operands.x, group) if operator.gives_rows(lists) else None
 
-    asked = Asked(operator, operands, lists, gather, impl, config, place, epilogue)
+    asked = Asked(operator, operands, lists, impl, config, place, epilogue)
 
     def decided() -> Decision:
         return decide(asked, group, agree(asked, group))
 
-    decision = decided() if is_new_each_time else group.once(asked.key(), decided)
+    decision = decided() if is_new_each_time else group.cache.decided(asked.key(), decided)
     call = GemmCall(
         operator=operator,
         operands=operands,
@@ -380,8 +380,8 @@ def _run_other_rows(
     if not operands.rows or group.memory.limit_bytes is not None:
         return None
     asked = Asked(
-        operator, operands, (None,) * len(operator.split_names), template.gather, template.impl, "",
-        template.place, given["epilogue"],
+        operator, operands, (None,) * len(operator.split_names), template.impl, "", template.place,
+        given["epilogue"],
     )  # fmt: skip
 
     def decided() -> Decision:
@@ -390,7 +390,7 @@ def _run_other_rows(
         return decide(asked, group, agreed)
 
     try:
-        other = group.once(asked.key(), decided)
+        other = group.cache.decided(asked.key(), decided)
     except InterlaceError:
         return None
     # Ranks exchange something then, whatever was known of the rows of that one.

@@ -32,9 +32,9 @@ class Recoverable(Protocol):
 class CallCache:
     """Remember what earlier calls of a group have agreed on, computed, made and enqueued.
 
-    Entries of the first four dictionaries come from exchanges. They must be equal on all ranks,
-    so only collective calls forget them. The remaining entries are local: a hit on one rank and a
-    miss on another do no harm. Lives of the entries::
+    Entries of the first seven dictionaries must be equal on all ranks, so ranks forget them in the
+    same call. The remaining entries are local: a hit on one rank and a miss on another do no harm.
+    Lives of the entries::
 
         memory       key                               forgotten by
         agreed       operator and arguments            clear; all entries when there are 16384
@@ -43,6 +43,8 @@ class CallCache:
         settled      question                          clear
         measured     what ranks agreed on              clear; with agreed
         largest      operator, what ranks agreed on    clear; all entries when there are 16384
+        decisions    what decides a call               clear; all entries when there are 4096;
+                                                       with agreed
         computed     arguments of a call               clear; all entries when there are 4096;
                                                        with agreed
         kept         chosen by the operator            clear; the operator, least recent first
@@ -75,6 +77,7 @@ class CallCache:
         self.settled: dict[str, bool] = {}
         self.measured: dict[tuple[Hashable, ...], Any] = {}
         self.largest: dict[tuple[Hashable, ...], tuple[int, ...]] = {}
+        self._decisions: dict[tuple[Hashable, ...], Any] = {}
         self._computed: dict[tuple[Hashable, ...], Any] = {}
         self.kept: OrderedDict[Hashable, Any] = OrderedDict()
         self.replays = Replays(streams.device)
@@ -95,6 +98,21 @@ class CallCache:
         result: T = self._computed[key]
         return result
 
+    def decided(self, key: tuple[Hashable, ...], decide: Callable[[], T]) -> T:
+        """Return the result of ``decide()``, which is called once per ``key``, for what ranks go by
+        that may change in a call, as memory is missing or times were measured.
+
+        Whether a key is new must be the same on all ranks: all of them forget in the same call,
+        with the calls that are remembered, which would pass this over.
+        """
+        if key not in self._decisions:
+            if len(self._decisions) >= _MAX_COMPUTED:
+                self._decisions.clear()
+                self.replays.forget()
+            self._decisions[key] = decide()
+        result: T = self._decisions[key]
+        return result
+
     def count_agreement(self) -> int:
         """Return the number of agreements before this one, of which ranks have made as many.
 
@@ -105,6 +123,7 @@ class CallCache:
             self.agreed.clear()
             self.families.clear()
             self.measured.clear()
+            self._decisions.clear()
             self._computed.clear()
             self.replays.forget()
         number, self._agreements = self._agreements, self._agreements + 1
@@ -127,6 +146,7 @@ class CallCache:
         self.settled.clear()
         self.measured.clear()
         self.largest.clear()
+        self._decisions.clear()
         self._computed.clear()
         self.kept.clear()
 

@@ -230,7 +230,8 @@ class Operator(abc.ABC):
             ArgumentError: There is none.
         """
         for implementation in self.implementations:
-            if name in (implementation.name, implementation.alias):
+            # None would be the alias of one that has no alias.
+            if name is not None and name in (implementation.name, implementation.alias):
                 return implementation
         raise ArgumentError(
             f"{self.name}: impl must be one of {', '.join(self.words)}; got {name!r}."

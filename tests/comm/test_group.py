@@ -1,5 +1,6 @@
 """Groups: agreement on the host, deadlines, and the environment's say in them."""
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,6 +10,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import interlace
 from interlace import ArgumentError, BackendError
 from interlace.comm.groups import group as group_module
+from interlace.comm.runtime import context
 from tests.errors import error_of
 
 
@@ -44,13 +46,13 @@ def _groups_that_are_none():
     x = torch.ones(2, 4)
     return [
         error_of(interlace.gemm_all_reduce, x, x, group=group)
-        for group in (mesh, "tp", 0, dist.GroupMember.NON_GROUP_MEMBER)
+        for group in (mesh, "tp", 0, x, dist.GroupMember.NON_GROUP_MEMBER)
     ] + [error_of(interlace.gemm_all_reduce, distribute_tensor(x, mesh, [Shard(1)]), x)]
 
 
 def test_what_is_no_process_group_or_no_plain_tensor_is_refused(ranks):
-    for mesh, name, number, other, dtensor in ranks(2).run(_groups_that_are_none):
-        for error in (mesh, name, number):
+    for mesh, name, number, tensor, other, dtensor in ranks(2).run(_groups_that_are_none):
+        for error in (mesh, name, number, tensor):
             assert error[:1] == ("ArgumentError",)
             assert error[1].startswith("group must be a torch.distributed.ProcessGroup, or None")
         assert "mesh.get_group(name)" in mesh[1]
@@ -126,6 +128,14 @@ def test_deadlines_that_are_none(monkeypatch, text, message):
     with pytest.raises(ArgumentError) as caught:
         group_module.Group(None, torch.device("cpu"))
     assert str(caught.value) == message
+
+
+def test_a_deadline_in_numbers_of_numpy_is_as_long():
+    group = group_module.Group(None, torch.device("cpu"))
+    fields = group.context("multiply")
+    group.deadline_s = np.int32(60)
+    assert group.deadline_s == 60.0
+    assert fields[context.DEADLINE_NS] == 60_000_000_000
 
 
 @pytest.mark.parametrize("seconds", [0, -1.0, float("nan"), 1e6, "x", None])

@@ -45,6 +45,8 @@ SCALES = "must be [] or [1], or"
         ([[1.0]], _t(5, 4), {}, "x must be a torch.Tensor; got list."),
         (_t(2, 4).to_sparse(), _t(5, 4), {},
             "x must be dense; got torch.sparse_coo. Call .to_dense()."),
+        (torch.nested.nested_tensor([_t(2, 4)]), _t(5, 4), {},
+            "x must be dense; got a nested tensor. Concatenate its parts, or pad them."),
         (_t(2, 3), _t(5, 4), {}, "x and w must have the same last dimension, K; got 3 and 4."),
         (_t(2, 4), _t(4, 5), {},
             "x and w must have the same last dimension, K; got 4 and 5. Pass w.T: w is [N, K], "

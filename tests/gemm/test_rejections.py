@@ -73,6 +73,13 @@ BAD = [
         "input_splits on rank 0 must not be negative; got [5, -1]."),
     (RS, {"splits": [1, 2]}, {"splits": [1, 2]},
         "splits must sum to 4, the rows of x; got [1, 2], which is 3."),
+    (AG, {"splits": [3]}, {"splits": [3]},
+        "splits must have an entry for each of 2 ranks; got [3]."),
+    (RS, {"splits": [4, torch.ones(2)]}, {"splits": [4, torch.ones(2)]},
+        "splits must hold integers; got tensor([1., 1.])."),
+    (AR, {"impl": None}, {"impl": None},
+        "impl must be one of auto, measured, batch_invariant, fused, gemv, remote_stores, pushed, "
+        "chunked, unfused, symm_mem; got None."),
 ]  # fmt: skip
 
 

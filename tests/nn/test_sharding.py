@@ -191,6 +191,10 @@ def test_kinds_come_one_after_another() -> None:
             "EmbeddingTable 'a.b': name must not be empty and have neither dots nor colons.",
         ),
         (
+            lambda: EmbeddingTable("a", 1, 2.0),  # type: ignore[arg-type]
+            "EmbeddingTable 'a': width must be an integer; got 2.0.",
+        ),
+        (
             lambda: EmbeddingTable("a", 0, 1),
             "EmbeddingTable 'a': rows and width must be positive; got 0 and 1.",
         ),

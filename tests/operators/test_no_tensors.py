@@ -1,10 +1,12 @@
-"""An argument that is no tensor, where an operator or a layer takes one, is refused by its name."""
+"""An argument that is no tensor, where an operator or a layer takes one, is refused by its name; a
+number may be one of NumPy's.
+"""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import pytest
@@ -184,3 +186,61 @@ def test_a_layer_refuses_what_is_no_tensor(layer: str) -> None:
     call(**arguments)
     for name in arguments:
         _require_refused(call, arguments, name)
+
+
+class _Numbers(Protocol):
+    """Functions that make numbers."""
+
+    integer: Callable[[int], Any]
+    real: Callable[[float], Any]
+    truth: Callable[[bool], Any]
+
+
+class _Python:
+    integer, real, truth = int, float, bool
+
+
+class _NumPy:
+    integer, real, truth = np.int32, np.float32, np.bool_
+
+
+def _results(numbers: _Numbers) -> dict[str, torch.Tensor]:
+    """What every function and layer with numbers returns, of a rank."""
+    i, real, truth = numbers.integer, numbers.real, numbers.truth
+    torch.manual_seed(0)
+    loss = {
+        "ignore_index": i(1),
+        "label_smoothing": real(0.25),
+        "z_loss": real(0.5),
+        "vocabulary": i(12),
+        "chunk_rows": i(2),
+        "sequence_parallel": truth(False),
+    }
+    table = nn.EmbeddingTable("a", i(8), i(4), bag_length=i(1))
+    attention = nn.UlyssesAttention(i(8), i(2), i(2), i(4))
+    experts = {**CALLS["mixture_of_experts"][0], "capacity": i(2)}
+    lookups = BAGS["indices"], BAGS["offsets"]
+    bags = {"batch_size": i(2), "check_indices": truth(True), "name": "numbers"}
+    return {
+        "linear_top_k": interlace.linear_top_k(X, W, i(2), vocabulary=i(12)).values,
+        "linear_cross_entropy": interlace.linear_cross_entropy(X, W, TARGET, **loss),
+        "mixture_of_experts": interlace.mixture_of_experts(**experts),
+        "embedding_all_to_all": interlace.embedding_all_to_all([W], *lookups, **bags),
+        "norm": interlace.gemm_all_reduce(X, W, norm_weight=BIAS, eps=real(1e-4)).y,
+        "symmetric": interlace.empty_symmetric(i(3), dtype=torch.float32).local,
+        "MoE": nn.MoE(i(8), i(4), i(4), i(2), capacity_factor=real(1.5), seed=i(3))(X)[0],
+        "attention": attention(X, splits=[i(4), i(4)]),
+        "tables": nn.ShardedEmbeddingBags([table], seed=i(3))(lookups[0]),
+    }
+
+
+def _differing_results() -> list[str]:
+    found, wanted = _results(_NumPy), _results(_Python)
+    return [name for name, y in found.items() if not y.equal(wanted[name])]
+
+
+def test_numbers_may_be_those_of_numpy(ranks: Any) -> None:
+    """They would neither be exchanged between ranks as they are nor, as int32, hold what is
+    computed of them.
+    """
+    assert ranks(2).run(_differing_results) == [[], []]

@@ -4,8 +4,11 @@ sent.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import numbers
+import operator
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
@@ -35,6 +38,39 @@ def output_dtype(x: torch.Tensor, out_dtype: torch.dtype | None) -> torch.dtype:
     return default_output_dtype(x.dtype) if out_dtype is None else out_dtype
 
 
+def integer(rule: str, value: Any) -> int:
+    """Return an integer as Python's, which NumPy's and torch's are not; one of a compiler that
+    traces the call stays what it is.
+
+    Ranks exchange and remember such numbers, which NumPy's and torch's do not allow.
+
+    Args:
+        rule: What the error begins with: the rule that other values break.
+
+    Raises:
+        ArgumentError: It is no integer.
+    """
+    if not isinstance(value, bool):
+        if isinstance(value, (int, torch.SymInt)):
+            return value  # type: ignore[return-value]
+        # What torch raises of a tensor depends on its kind.
+        with contextlib.suppress(TypeError, RuntimeError):
+            return operator.index(value)
+    raise ArgumentError(f"{rule}; got {value!r}.")
+
+
+def number(rule: str, value: Any) -> float:
+    """Return a real number as Python's float; see :func:`integer`.
+
+    Raises:
+        ArgumentError: It is no real number of Python or NumPy.
+    """
+    # The first two are what a compiler that traces the call knows.
+    if isinstance(value, (int, float, numbers.Real)):
+        return float(value)
+    raise ArgumentError(f"{rule}; got {value!r}.")
+
+
 def require_float(subject: str, dtype: torch.dtype) -> None:
     """Refuse a dtype that is not in ``FLOATS``; ``subject`` is the operator and the argument."""
     if dtype not in FLOATS:
@@ -55,6 +91,10 @@ def require_tensor(subject: str, value: object) -> None:
         )
     if value.layout != torch.strided:
         raise ArgumentError(f"{subject} must be dense; got {value.layout}. Call .to_dense().")
+    if value.is_nested:
+        raise ArgumentError(
+            f"{subject} must be dense; got a nested tensor. Concatenate its parts, or pad them."
+        )
 
 
 def require_tensors(operator: str, optional: Sequence[str] = (), **arguments: object) -> None:

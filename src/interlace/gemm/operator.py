@@ -31,7 +31,7 @@ from interlace.gemm.operands import (
     validate,
 )  # fmt: skip
 from interlace.gemm.reservations import Ranks, by_implementation
-from interlace.gemm.splits import check_sum, validate_list
+from interlace.gemm.splits import check_sum, validated_list
 from interlace.registry import BATCH_INVARIANT, Operator, find_operator, operators
 from interlace.tuning.choice import Choice
 from interlace.units import ceil_div
@@ -140,10 +140,15 @@ class GemmOperator(Operator):
     def result_rows(self, rows: Any, splits: Splits, rank: int, world_size: int) -> Any:
         """Return the rows of a rank's result; ``rows`` of x may be symbolic."""
 
-    def validate_splits(self, splits: Splits) -> None:
-        """Refuse what are no lists of rows; what they must sum to, ranks check together."""
-        for name, rows in zip(self.split_names, splits, strict=True):
-            validate_list(self.name, name, rows)
+    def validated_splits(self, splits: Sequence[object]) -> list[list[int] | None]:
+        """Return lists of rows as lists of Python's integers, each of which may be None; what they
+        must sum to, ranks check together.
+
+        Raises:
+            ArgumentError: One is no list of integers.
+        """
+        named = zip(self.split_names, splits, strict=True)
+        return [validated_list(self.name, name, rows) for name, rows in named]
 
     # What runs
 
@@ -251,8 +256,8 @@ class GemmOperator(Operator):
     ) -> tuple[str, str, str]:
         """Return a description of the call, what ``impl="auto"`` runs, and the reason."""
         operands = self._operands(x, w, bias, out_dtype)
-        lists = tuple(splits.get(name) for name in self.split_names)
-        self.validate_splits(lists)
+        given = [splits.get(name) for name in self.split_names]
+        lists = tuple(self.validated_splits(given))
         dtype = str(x.dtype).removeprefix("torch.")
         described = f"{self.name} of x {list(x.shape)} and w {list(w.shape)}, {dtype}"
         rows, is_even = self.product_rows(operands.rows, lists, world_size)

@@ -114,13 +114,6 @@ def define(name: str) -> GemmOperator:
     return operator
 
 
-def _numbers(rows: Sequence[int]) -> list[int]:
-    """Return a list of rows as Python's integers, which NumPy's and torch's are not; integers of a
-    compiler that traces the call stay what they are.
-    """
-    return [count if isinstance(count, (int, torch.SymInt)) else int(count) for count in rows]
-
-
 _MOST_VALID = 4096
 _valid: dict[tuple[Hashable, ...], tuple[torch.dtype, Entrance]] = {}
 """The results' dtype and the operator of calls whose arguments were validated, by their kind: a
@@ -150,7 +143,7 @@ def _kind(
     if not is_simple or not is_known or has_lists or not is_unobserved():
         return None
     for tensor in (x, w) if bias is None else (x, w, bias):
-        if not (is_ordinary(tensor) and tensor.layout is torch.strided):
+        if not (is_ordinary(tensor) and tensor.layout is torch.strided) or tensor.is_nested:
             return None
     extra = None if bias is None else (bias.shape, bias.dtype, bias.device)
     return (
@@ -344,8 +337,7 @@ def _in_full(
             operator, x, w, bias, x_scale, w_scale, out_dtype, impl, config,
             takes_float8=operator.takes_float8,
         )  # fmt: skip
-        operator.validate_splits(tuple(splits))  # type: ignore[arg-type]
-        lists = [None if rows is None else _numbers(rows) for rows in splits]  # type: ignore[arg-type]
+        lists = operator.validated_splits(splits)
         overload = f".{_EXCHANGED}" if operator.exchanges(tuple(lists)) else ""
         known = output_dtype(x, out_dtype), entrance(operator.name + overload)
         if kind is not None:

@@ -22,7 +22,7 @@ from interlace.errors import ArgumentError
 from interlace.gemm import invariance
 from interlace.gemm.choice import choose_alike
 from interlace.gemm.config import GemmConfig
-from interlace.gemm.operands import Operands
+from interlace.gemm.operands import Operands, integer
 from interlace.gemm.reservations import Ranks
 from interlace.registry import BATCH_INVARIANT, Operator
 from interlace.tuning.choice import Choice
@@ -131,9 +131,15 @@ class SequenceOperator(Operator):
 
     @abc.abstractmethod
     def excess(
-        self, operands: Operands, rows: Sequence[int], columns: Ranges, rank: int
+        self,
+        operands: Operands,
+        rows: Sequence[int],
+        columns: Ranges,
+        rank: int,
+        world_size: int,
     ) -> dict[str, int]:
-        """Return by how much a rank's operands have more than the lists say, in words.
+        """Return by how much a rank's operands have more than the lists say, in words; 0 for a list
+        that has not an entry for each rank, which :meth:`check` refuses.
 
         Ranks compare these numbers, so that one whose operands do not fit stops all of them.
         """
@@ -298,13 +304,11 @@ def _list(subject: str, value: object) -> Sequence[Any]:
 
 
 def _pair(subject: str, value: object) -> tuple[int, int]:
-    edges = value if isinstance(value, (list, tuple)) else ()
-    if len(edges) != 2 or any(isinstance(edge, (bool, float, str)) for edge in edges):
-        raise ArgumentError(
-            f"{subject} must hold ranges (first, end) of two integers; got {value!r}."
-        )
-    first, end = edges
-    return int(first), int(end)
+    rule = f"{subject} must hold ranges (first, end) of two integers"
+    if not isinstance(value, (list, tuple)) or len(value) != 2:
+        raise ArgumentError(f"{rule}; got {value!r}.")
+    first, end = value
+    return integer(rule, first), integer(rule, end)
 
 
 def qkv_column_ranges(
@@ -333,8 +337,11 @@ def qkv_column_ranges(
     """
     numbers = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "world_size": world_size}
     for name, number in numbers.items():
-        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            raise ArgumentError(f"qkv_column_ranges: {name} must be at least 1; got {number!r}.")
+        rule = f"qkv_column_ranges: {name} must be at least 1"
+        numbers[name] = integer(rule, number)
+        if numbers[name] < 1:
+            raise ArgumentError(f"{rule}; got {number!r}.")
+    heads, kv_heads, head_dim, world_size = numbers.values()
     if heads % world_size or heads % kv_heads:
         raise ArgumentError(
             f"qkv_column_ranges: heads must be a multiple of world_size, {world_size}, and of "

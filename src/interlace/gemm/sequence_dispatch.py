@@ -83,7 +83,7 @@ def _decide(
     rank, world_size, nodes = group.rank, group.world_size, group.nodes
     is_batch_invariant = invariance.is_invariant(impl)
     shared = {
-        **operator.excess(operands, rows, columns, rank),
+        **operator.excess(operands, rows, columns, rank, world_size),
         "the_columns_of_each_rank": columns,
         **operands.agreed(),
         "impl": impl,

@@ -9,6 +9,7 @@ import torch
 from interlace.comm import process_group_named, rank_and_size
 from interlace.comm.groups.group import known_group
 from interlace.errors import ArgumentError
+from interlace.gemm.operands import integer
 from interlace.units import ceil_div
 
 
@@ -48,25 +49,24 @@ def balanced_tiles(rows: int, world_size: int, block: int) -> list[int]:
     return [min(count, max(rows - sum(padded[:rank]), 0)) for rank, count in enumerate(padded)]
 
 
-def validate_list(operator: str, name: str, splits: object) -> None:
-    """Check that ``splits`` is None or a list of integers.
+def validated_list(operator: str, name: str, splits: object) -> list[int] | None:
+    """Return None, or the integers of a list as Python's, which NumPy's and torch's are not;
+    integers of a compiler that traces the call stay what they are.
 
-    Its length and sum are checked later, together with the other ranks.
+    The length and the sum are checked later, together with the other ranks.
 
     Raises:
         ArgumentError: It is no list, or holds something other than integers.
     """
     if splits is None:
-        return
+        return None
     if not isinstance(splits, (list, tuple)):
         raise ArgumentError(
             f"{operator}: {name} must be a list of rows, an integer for each rank; got "
             f"{type(splits).__name__}. "
             f"Call .tolist() on a tensor."
         )
-    for count in splits:
-        if count is None or isinstance(count, (float, str, bool)):
-            raise ArgumentError(f"{operator}: {name} must hold integers; got {count!r}.")
+    return [integer(f"{operator}: {name} must hold integers", count) for count in splits]
 
 
 def check_sum(

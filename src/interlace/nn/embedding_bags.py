@@ -15,6 +15,7 @@ from interlace import optim
 from interlace.comm import group_of
 from interlace.costs.machine import H200_NODE, Machine
 from interlace.errors import ArgumentError
+from interlace.gemm.operands import integer
 from interlace.nn.embedding_shards import ShardParameters, save_all_shards, take_own_shards
 from interlace.nn.gradients import learn_weights, scale_gradient
 from interlace.nn.group_member import GroupMember
@@ -298,6 +299,8 @@ class ShardedEmbeddingBags(GroupMember, nn.Module):
 
         On one kind of device, the same seed gives the same tables under any plan.
         """
+        # Asked on every rank, also on one that has no table to draw.
+        seed = integer(f"{type(self).__name__}: seed must be an integer", seed)
         order = {table.name: i for i, table in enumerate(self.plan.tables)}
         for shard in self.plan.of_rank(self.group.rank):
             self.held(shard).draw(seed, order[shard.table.name])

@@ -13,7 +13,7 @@ from torch import nn
 
 from interlace.comm import rank_and_size, require_same_ranks
 from interlace.errors import ArgumentError
-from interlace.gemm.operands import require_tensor
+from interlace.gemm.operands import integer, require_tensor
 from interlace.nn.autocast import operands
 from interlace.nn.shard_holder import ShardHolder, is_gathering, undistributed
 from interlace.nn.sharded_parameters import Sharing
@@ -142,6 +142,10 @@ class MoE(ShardHolder):
     ) -> None:
         super().__init__()
         self.rank, self.world_size = rank_and_size(group)
+        hidden, ffn, experts, top_k = (
+            integer("MoE: hidden, ffn, experts and top_k must be integers", size)
+            for size in (hidden, ffn, experts, top_k)
+        )
         if min(hidden, ffn, experts) < 1:
             raise ArgumentError(
                 f"MoE: hidden, ffn and experts must be positive; got {hidden}, {ffn} and {experts}."
@@ -194,6 +198,7 @@ class MoE(ShardHolder):
         """
         # Each expert is drawn from a seed of its own, so it does not matter which rank draws it.
         with torch.no_grad():
+            seed = integer("MoE: seed must be an integer", seed)
             generator = torch.Generator(self.w_in.device).manual_seed(seed)
             bound = self.hidden**-0.5
             self.router.weight.uniform_(-bound, bound, generator=generator)

@@ -15,6 +15,7 @@ import torch
 from interlace.costs.machine import H200_NODE, Machine
 from interlace.costs.sharding import NOTHING, ShardCost, shard_cost
 from interlace.errors import ArgumentError
+from interlace.gemm.operands import integer
 from interlace.operators.embedding_all_to_all.config import MAX_WIDTH
 from interlace.units import ceil_div, format_bytes, format_ns
 
@@ -55,6 +56,11 @@ class EmbeddingTable:
     column_shards: int = 1
 
     def __post_init__(self) -> None:
+        for name in ("rows", "width", "bag_length", "column_shards"):
+            value = getattr(self, name)
+            if name != "bag_length" or value is not None:
+                rule = f"EmbeddingTable {self.name!r}: {name} must be an integer"
+                object.__setattr__(self, name, integer(rule, value))
         length = self.bag_length
         rules = {
             # Dots separate the parts of a state dict's keys, colons the columns in a shard's name.

@@ -60,6 +60,7 @@ TWICE = _t(5, 4)
         ([W], IDS, ENDS, {"batch_size": 3}, "batch_size must be what offsets say, 2; got 3."),
         ([], IDS[:0], ENDS[:1], {},
             "a rank without tables must be told the global batch; got batch_size=None."),
+        ([W], IDS, ENDS, {"name": 3}, "name must be a word; got 3."),
         ([W], IDS, ENDS, {"mode": "max"}, "mode must be sum or mean; got 'max'."),
         ([W], IDS, ENDS, {"per_sample_weights": _t(2)},
             "per_sample_weights must be [3], one for each index; got shape [2]."),

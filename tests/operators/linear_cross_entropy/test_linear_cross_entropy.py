@@ -353,7 +353,12 @@ def _errors() -> dict[str, Any]:
         "smoothing": lambda: call(x, w, target, label_smoothing=1.0),
         "z_loss": lambda: call(x, w, target, z_loss=-1.0),
         "chunk": lambda: call(x, w, target, chunk_rows=0),
+        "whole chunk": lambda: call(x, w, target, chunk_rows=2.0),
+        "factor": lambda: call(x, w, target, z_loss="1"),
+        "ignored": lambda: call(x, w, target, ignore_index=None),
+        "columns": lambda: call(x, w, target, vocabulary=2.0 * COLUMNS),
         "impl": lambda: call(x, w, target, impl="chunked"),
+        "no impl": lambda: call(x, w, target, impl=None),  # type: ignore[arg-type]
         "too few rows of w": lambda: call(x, w, target, vocabulary=3 * COLUMNS),
         "no column for a rank": lambda: call(x, w, target, vocabulary=COLUMNS),
     }
@@ -373,7 +378,12 @@ def test_wrong_arguments_are_refused_on_every_rank(ranks: Any) -> None:
         "smoothing": "label_smoothing must be at least 0 and less than 1; got 1.0",
         "z_loss": "z_loss must be at least 0; got -1.0",
         "chunk": "chunk_rows must be at least 1; got 0",
+        "whole chunk": "chunk_rows must be at least 1; got 2.0",
+        "factor": "z_loss must be at least 0; got '1'",
+        "ignored": "ignore_index must be an integer; got None",
+        "columns": "vocabulary must be at least 1; got 48.0",
         "impl": "impl must be one of auto, fused, unfused; got 'chunked'",
+        "no impl": "impl must be one of auto, fused, unfused; got None",
         "too few rows of w": "w must have 36 rows, this rank's share of vocabulary=72",
         "no column for a rank": "vocabulary must have a column for each of 2 ranks",
     }

@@ -250,6 +250,7 @@ def _errors() -> dict[str, Any]:
         "more than a rank has": lambda: call(x, w, COLUMNS + 1),
         "explained": lambda: interlace.explain("linear_top_k", x, w, COLUMNS + 1),
         "large": lambda: call(x, w, vocabulary=1 << 25),
+        "words": lambda: call(x, w, vocabulary="all"),  # type: ignore[arg-type]
         "few": lambda: call(x, w, vocabulary=3 * COLUMNS),
         "impl": lambda: call(x, w, impl="pushed"),
         "gradient": lambda: call(x.clone().requires_grad_(), w),
@@ -268,6 +269,7 @@ def test_wrong_arguments_are_refused_on_every_rank(ranks: Any) -> None:
         "more than a rank has": "k must be at most the columns of each rank, 24; got 25",
         "explained": "k must be at most the columns of each rank, 24; got 25",
         "large": "vocabulary must be 1 to 16777216; got 33554432",
+        "words": "vocabulary must be 1 to 16777216; got 'all'",
         "few": "w must have 36 rows, this rank's share of vocabulary=72",
         "impl": "impl must be one of auto, fused, unfused; got 'pushed'",
         "gradient": "this operator cannot be differentiated, as it has no gradient",

@@ -165,6 +165,12 @@ def _arguments(**changes):
             "activation must have no limit and no up_offset where experts have no gate; got "
             "kind=silu, alpha=1.0, limit=7.0, up_offset=0.0.",
         ),
+        ({"capacity": [4]}, "capacity must be an integer, or None for no limit; got [4]."),
+        (
+            {"activation": torch.nn.functional.gelu},
+            "activation must be a word or an interlace.ExpertActivation; got "
+            "builtin_function_or_method.",
+        ),
         ({"capacity": 0}, "capacity must be positive, or None for no limit; got 0."),
         (
             {"impl": "fast"},
@@ -281,7 +287,7 @@ def _found_again(capacity: int | None) -> bool:
         patch.setattr(type(group), "perform", remember)
         validated = []
         validate = door.validate
-        patch.setattr(door, "validate", lambda *each: validated.append(validate(*each)))
+        patch.setattr(door, "validate", lambda *each: validated.append(each) or validate(*each))
         results = [
             interlace.mixture_of_experts(
                 x, experts, weights.float().contiguous(), w_in, w_out, capacity=capacity

@@ -7,6 +7,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -534,11 +535,15 @@ REFUSED: list[tuple[str, list[dict[str, Any]], str]] = [
     (TO_COLUMNS, [{"column_ranges": [[(0, 3), (2, 4)], []]}] * 2,
         "column_ranges[0] must have no column twice; got [(0, 3), (2, 4)]."),
     (TO_COLUMNS, [{"column_ranges": [[(0, 3.0)], []]}] * 2,
-        "column_ranges[0] must hold ranges (first, end) of two integers; got (0, 3.0)."),
+        "column_ranges[0] must hold ranges (first, end) of two integers; got 3.0."),
     (TO_COLUMNS, [{"column_ranges": 6}] * 2,
         "column_ranges must be a list, of ranges (first, end) for each rank; got 6."),
     (TO_COLUMNS, [{"splits": [4, 4, 4]}] * 2,
         "splits must have an entry for each of 2 ranks; got [4, 4, 4]."),
+    (TO_COLUMNS, [{"splits": [3]}] * 2, "splits must have an entry for each of 2 ranks; got [3]."),
+    (TO_COLUMNS, [{"splits": [torch.ones(2), 4]}] * 2, "splits must hold integers; got tensor("),
+    (TO_COLUMNS, [{"column_ranges": [[(0, torch.ones(2))], []]}] * 2,
+        "column_ranges[0] must hold ranges (first, end) of two integers; got tensor("),
     (TO_COLUMNS, [{"splits": [4, 5]}] * 2, f"rows of x beyond their split {MISMATCH}"),
     (TO_COLUMNS, [{"splits": [3, 3]}] * 2,
         "x must have as many rows as splits say, 3 on rank"),
@@ -559,10 +564,16 @@ REFUSED: list[tuple[str, list[dict[str, Any]], str]] = [
         "w must be [N, K] with K = 8, the columns of x on all ranks; got shape [5, 6]."),
     (TO_ROWS, [{"column_splits": [4, 4]}] * 2,
         "x must have as many columns as column_splits say, 4 on rank"),
+    (TO_ROWS, [{"column_splits": [torch.tensor(3.0), 3]}] * 2,
+        "column_splits must hold integers; got tensor(3.)."),
+    (TO_ROWS, [{"column_splits": [3]}] * 2,
+        "column_splits must have an entry for each of 2 ranks; got [3]."),
     (TO_ROWS, [{"column_splits": "33"}] * 2,
         "column_splits must be a list of rows, an integer for each rank; got str."),
     (TO_ROWS, [{"dtype": torch.float64}] * 2,
         "x must be float16, bfloat16 or float32; got torch.float64."),
+    (TO_ROWS, [{"impl": None}] * 2,
+        "impl must be one of auto, batch_invariant, fused, unfused; got None."),
     (TO_ROWS, [{"config": CONFIGS[TO_COLUMNS]}] * 2,
         "config must be of type AllToAllGemmConfig; got GemmAllToAllColumnsConfig."),
 ]  # fmt: skip
@@ -596,6 +607,28 @@ def test_wrong_arguments_are_refused_on_every_rank(ranks: Any) -> None:
             is_mismatch = MISMATCH in message
             assert error[0] == ("RankMismatchError" if is_mismatch else "ArgumentError"), message
             assert is_good
+
+
+def _lists_of_other_integers() -> list[torch.Tensor]:
+    """Results with lists of torch's and of NumPy's integers."""
+    found = []
+    for integer in (torch.tensor, np.int64):
+        group, rows = dist.new_group(), [integer(4), integer(4)]
+        halves = [[(integer(0), integer(3))], [(integer(3), integer(6))]]
+        x, w = torch.ones(4, 8), torch.ones(6, 8)
+        options: dict[str, Any] = {"splits": rows, "group": group}
+        columns = interlace.gemm_all_to_all_columns(x, w, column_ranges=halves, **options)
+        options["column_splits"] = [integer(3), integer(3)]
+        found += [columns, interlace.all_to_all_gemm(columns, torch.ones(5, 6), **options)]
+    return found
+
+
+def test_lists_may_hold_integers_of_torch_and_numpy(ranks: Any) -> None:
+    for columns, rows, *others in ranks(2).run(_lists_of_other_integers):
+        assert columns.equal(torch.full((8, 3), 8.0))
+        assert rows.equal(torch.full((4, 5), 48.0))
+        assert columns.equal(others[0])
+        assert rows.equal(others[1])
 
 
 def _second_derivatives() -> list[Any]:

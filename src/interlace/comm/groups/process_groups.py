@@ -110,7 +110,8 @@ def require_member(group: object) -> None:
     """
     if group is None or isinstance(group, dist.ProcessGroup):
         return
-    if group == dist.GroupMember.NON_GROUP_MEMBER:  # what new_group returns to other ranks
+    # What new_group returns to other ranks, a number; other things may compare by element.
+    if isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER:
         raise GroupError(
             "the calling rank must be a member of the process group; it is not. Call only on "
             "members."

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
 import torch
@@ -138,7 +138,7 @@ def empty_symmetric(
         >>> sym.peers.shape  # on two ranks
         torch.Size([2, 4, 8])
     """
-    sizes = sizes_of("empty_symmetric", (shape,) if isinstance(shape, int) else shape)
+    sizes = sizes_of("empty_symmetric", shape if isinstance(shape, Iterable) else (shape,))
     require_dtype("empty_symmetric", dtype)
     owner = group_of(group, device)
     owner.require_one_node("empty_symmetric")

@@ -94,7 +94,7 @@ class Health:
     def deadline_s(self, seconds: float) -> None:
         self._deadline_s = checked_deadline_s(seconds)
         for fields in self._contexts.values():
-            fields[ctx.DEADLINE_NS] = int(seconds * NS_PER_S)
+            fields[ctx.DEADLINE_NS] = int(self._deadline_s * NS_PER_S)
 
     def context(self, operator: str, stride: int, ranks: tuple[int, ...] = ()) -> torch.Tensor:
         """Return the ``ctx`` argument of ``operator``'s kernels: int64 ``[context.LENGTH]``.

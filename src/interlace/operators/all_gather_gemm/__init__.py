@@ -86,7 +86,7 @@ class AllGatherGemm(GemmOperator):
     def agreed(self, operands: Operands, splits: Splits, group: Group) -> dict[str, Any]:
         """Return all ranks' rows, and whether x has as many as they say."""
         rows = self._by_rank(operands.rows, splits, group)
-        expected = rows[group.rank] if group.rank < len(rows) else 0
+        expected = rows[group.rank] if len(rows) == group.world_size else operands.rows
         # Compared with the other arguments, so that a rank whose x does not fit its split stops
         # all of them.
         return {"rows_of_x_beyond_their_split": operands.rows - expected, "splits": rows}

@@ -35,7 +35,7 @@ from interlace.gemm.sequence import (
     no_memory,
 )
 from interlace.gemm.sequence_dispatch import run
-from interlace.gemm.splits import check_sum, rank_in, ranks_of, validate_list
+from interlace.gemm.splits import check_sum, rank_in, ranks_of, validated_list
 from interlace.operators.all_to_all_gemm import fused, reference
 from interlace.operators.all_to_all_gemm.fused import AllToAllGemmConfig as AllToAllGemmConfig
 from interlace.registry import Implementation, operator
@@ -71,10 +71,16 @@ class AllToAllGemm(SequenceOperator):
     )
 
     def excess(
-        self, operands: Operands, rows: Sequence[int], columns: Ranges, rank: int
+        self,
+        operands: Operands,
+        rows: Sequence[int],
+        columns: Ranges,
+        rank: int,
+        world_size: int,
     ) -> dict[str, int]:
         """Return by how much this rank's x has more rows and columns than the lists say."""
-        expected = column_count(columns[rank]) if rank < len(columns) else 0
+        is_fit = len(columns) == world_size
+        expected = column_count(columns[rank]) if is_fit else operands.inner
         return {
             "rows_of_x_beyond_the_splits": operands.rows - sum(rows),
             "columns_of_x_beyond_their_split": operands.inner - expected,
@@ -128,9 +134,9 @@ class AllToAllGemm(SequenceOperator):
         splits: Sequence[int] | None = None,
     ) -> SequenceCall:
         """Return a call of these sizes; x may be any rank's."""
-        _validate(x, w, bias, column_splits, splits)
+        column_list, row_list = _validated(x, w, bias, column_splits, splits)
         operands = Operands(x, w, bias, None, None, x.dtype)
-        rows, columns = _rows(x, splits, world_size), _columns(x, column_splits, world_size)
+        rows, columns = _rows(x, row_list, world_size), _columns(x, column_list, world_size)
         return self.sized_call(operands, rows, columns, world_size)
 
 
@@ -138,14 +144,14 @@ _DECLARATION = AllToAllGemm()
 NAME = _DECLARATION.name
 
 
-def _validate(
+def _validated(
     x: torch.Tensor,
     w: torch.Tensor,
     bias: torch.Tensor | None,
     column_splits: object,
     splits: object,
-) -> None:
-    """Refuse operands that no rank could multiply, and what are no lists.
+) -> tuple[list[int] | None, list[int] | None]:
+    """Refuse operands that no rank could multiply, and return both lists with Python's integers.
 
     Raises:
         ArgumentError: One of them is such.
@@ -165,8 +171,10 @@ def _validate(
         )
     if bias is not None:
         require_bias(f"{NAME}: bias", bias, w, x.dtype, "x")
-    validate_list(NAME, "column_splits", column_splits)
-    validate_list(NAME, "splits", splits)
+    return (
+        validated_list(NAME, "column_splits", column_splits),
+        validated_list(NAME, "splits", splits),
+    )
 
 
 @overload
@@ -271,12 +279,11 @@ def all_to_all_gemm(
 
     Source: Jacobs et al., DeepSpeed Ulysses (arXiv:2309.14509).
     """
-    _validate(x, w, bias, column_splits, splits)
+    lists = _validated(x, w, bias, column_splits, splits)
     _DECLARATION.validate_options(impl, config)
     gather = return_gathered or (torch.is_grad_enabled() and w.requires_grad)
     # A schema has no type for configurations, so graphs hold their text.
     text = "" if config is None else str(config)
-    lists = [None if counts is None else list(counts) for counts in (column_splits, splits)]
     y, gathered = entrance(NAME)(x, w, bias, *lists, gather, default_name(group), impl, text)
     return (y, gathered.detach()) if return_gathered else y
 

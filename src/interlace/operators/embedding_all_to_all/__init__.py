@@ -13,6 +13,7 @@ from interlace.comm import default_name
 from interlace.comm.groups.group import known_group
 from interlace.comm.groups.registration import are_ordinary, entrance, past_autograd
 from interlace.comm.replay.replays import places
+from interlace.errors import ArgumentError
 from interlace.operators.embedding_all_to_all.agreement import anchors, ask, recall
 from interlace.operators.embedding_all_to_all.call import KnownCall
 from interlace.operators.embedding_all_to_all.config import OPERATOR, EmbeddingAllToAllConfig
@@ -122,6 +123,8 @@ def embedding_all_to_all(
     """
     tables = validate(weights, indices, offsets, per_sample_weights, mode, output_dtype, gradient)
     DECLARATION.validate_options(impl, config)
+    if not isinstance(name, str):
+        raise ArgumentError(f"{OPERATOR}: name must be a word; got {name!r}.")
     batch = batch_of(len(weights), offsets, batch_size)
     kind = gradient if isinstance(gradient, str) else type(gradient).__name__
     rate = 0.0 if isinstance(gradient, str) else float(gradient.learning_rate)

@@ -212,7 +212,7 @@ def batch_of(tables: int, offsets: torch.Tensor, batch_size: int | None) -> int:
 def checks_indices(check_indices: bool | None, device: torch.device) -> bool:
     """Decide whether a call looks at the numbers in indices and offsets."""
     if check_indices is not None:
-        return check_indices
+        return bool(check_indices)
     return device.type == "cpu" or bool(environment.switch("INTERLACE_CHECK_INDICES"))
 
 

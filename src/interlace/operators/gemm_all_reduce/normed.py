@@ -36,6 +36,7 @@ from interlace.gemm.implementations.unfused import UNFUSED
 from interlace.gemm.operands import (
     FLOATS,
     Operands,
+    number,
     output_dtype,
     require_device,
     require_tensor,
@@ -373,13 +374,12 @@ def _call_in_full(
 ) -> Normed:
     """Make a call of :func:`call_normed`."""
     # What the schema has no place for would be PyTorch's error.
-    if not isinstance(eps, (int, float)):
-        raise ArgumentError(f"{_NAME}: eps must be a number; got {eps!r}.")
+    eps = number(f"{_NAME}: eps must be a number", eps)
     if not isinstance(norm, (str, type(None))):
         raise ArgumentError(f"{_NAME}: norm must be a word or None; got {norm!r}.")
     text = "" if config is None else str(config)
     epilogue = (
-        residual, norm_weight, norm_bias, norm or "rms", float(eps), scale, out_dtype,
+        residual, norm_weight, norm_bias, norm or "rms", eps, scale, out_dtype,
         bool(block_scales), x_scale, w_scale,
     )  # fmt: skip
     known_to = recalling_group(

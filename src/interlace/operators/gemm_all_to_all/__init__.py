@@ -111,15 +111,16 @@ class GemmAllToAll(GemmOperator):
         """Return the rows that this rank receives."""
         return rows if splits[1] is None else sum(splits[1])
 
-    def validate_splits(self, splits: Splits) -> None:
-        """Refuse what are no lists of rows, and one list without the other."""
-        super().validate_splits(splits)
+    def validated_splits(self, splits: Sequence[object]) -> list[list[int] | None]:
+        """Refuse one list without the other, too."""
+        lists = super().validated_splits(splits)
         if (splits[0] is None) != (splits[1] is None):
             present, absent = ("input", "output") if splits[1] is None else ("output", "input")
             raise ArgumentError(
                 f"{self.name}: input_splits and output_splits must be given together; got "
                 f"{present}_splits only. Pass {absent}_splits too, or neither for an even split."
             )
+        return lists
 
     def product_rows(self, rows: int, splits: Splits, world_size: int) -> tuple[int, bool]:
         """Return this rank's rows, which stand for all ranks'."""

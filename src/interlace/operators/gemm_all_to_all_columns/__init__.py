@@ -38,7 +38,7 @@ from interlace.gemm.sequence import (
 )
 from interlace.gemm.sequence import qkv_column_ranges as qkv_column_ranges
 from interlace.gemm.sequence_dispatch import run
-from interlace.gemm.splits import balanced, check_sum, rank_in, ranks_of, validate_list
+from interlace.gemm.splits import balanced, check_sum, rank_in, ranks_of, validated_list
 from interlace.operators.gemm_all_to_all_columns import fused, reference
 from interlace.operators.gemm_all_to_all_columns.layout import segments_of
 from interlace.registry import Implementation, operator
@@ -82,10 +82,15 @@ class GemmAllToAllColumns(SequenceOperator):
     )
 
     def excess(
-        self, operands: Operands, rows: Sequence[int], columns: Ranges, rank: int
+        self,
+        operands: Operands,
+        rows: Sequence[int],
+        columns: Ranges,
+        rank: int,
+        world_size: int,
     ) -> dict[str, int]:
         """Return by how much this rank's x has more rows than the list says."""
-        expected = rows[rank] if rank < len(rows) else 0
+        expected = rows[rank] if len(rows) == world_size else operands.rows
         return {"rows_of_x_beyond_their_split": operands.rows - expected}
 
     def check(
@@ -132,9 +137,8 @@ class GemmAllToAllColumns(SequenceOperator):
         """Return a call of these sizes; x may be any rank's."""
         _validate(x, w, bias, "auto", None)
         columns = _columns(w, _flat(column_ranges), world_size)
-        validate_list(self.name, "splits", splits)
         operands = Operands(x, w, bias, None, None, x.dtype)
-        rows = _rows(x, splits, world_size)
+        rows = _rows(x, validated_list(self.name, "splits", splits), world_size)
         return self.sized_call(operands, rows, columns, world_size)
 
 
@@ -229,10 +233,9 @@ def gemm_all_to_all_columns(
     Source: Jacobs et al., DeepSpeed Ulysses (arXiv:2309.14509).
     """
     _validate(x, w, bias, impl, config)
-    validate_list(NAME, "splits", splits)
+    lists = validated_list(NAME, "splits", splits)
     # A schema has no type for configurations, so graphs hold their text.
     text = "" if config is None else str(config)
-    lists = None if splits is None else list(splits)
     y: torch.Tensor = entrance(NAME)(
         x, w, bias, _flat(column_ranges), lists, default_name(group), impl, text
     )

@@ -14,8 +14,9 @@ from interlace.operators.linear_cross_entropy.call import (
     OPERATOR,
     Options,
     SizedLoss,
+    at_least_one,
     flattened,
-    validate_options,
+    validated_options,
 )
 from interlace.registry import Implementation, operator
 
@@ -152,15 +153,15 @@ def linear_cross_entropy(
     """
     _, world_size = rank_and_size(group)
     rows, targets = flattened(x, w, target, bias, world_size if sequence_parallel else 1)
-    columns = vocabulary if vocabulary is not None else world_size * len(w)
+    columns = at_least_one("vocabulary", world_size * len(w) if vocabulary is None else vocabulary)
     if chunk_rows is None:
         per_rank = columns_of_rank(len(w), columns, world_size)
         chunk_rows = fused.chunk_rows(targets.numel(), per_rank, x.itemsize)
-    options = Options(
-        columns, ignore_index, float(label_smoothing), float(z_loss), reduction, sequence_parallel,
-        chunk_rows,
-    )  # fmt: skip
-    validate_options(options)
+    options = validated_options(
+        Options(
+            columns, ignore_index, label_smoothing, z_loss, reduction, sequence_parallel, chunk_rows
+        )
+    )
     _DECLARATION.validate_options(impl, None)
     trains = torch.is_grad_enabled()
     needed = [tensor is not None and trains and tensor.requires_grad for tensor in (rows, w, bias)]

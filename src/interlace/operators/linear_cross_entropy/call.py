@@ -14,7 +14,7 @@ from interlace.comm import Group, group_named, process_group_named
 from interlace.comm.host.agreement import Family
 from interlace.comm.runtime import ranges
 from interlace.errors import ArgumentError
-from interlace.gemm.operands import require_device, require_tensor
+from interlace.gemm.operands import integer, number, require_device, require_tensor
 from interlace.gemm.vocabulary import VocabularyShard, agree, choose_implementation, rows_of
 from interlace.registry import Implementation, operator_named
 
@@ -88,23 +88,44 @@ def flattened(
     return rows, targets
 
 
-def validate_options(options: Options) -> None:
-    """Refuse numbers and words of a call that are out of their range."""
+def validated_options(options: Options) -> Options:
+    """Return the numbers and words of a call, the numbers as Python's.
+
+    Raises:
+        ArgumentError: One is out of its range.
+    """
     if options.reduction not in REDUCTIONS:
         raise ArgumentError(
             f"{OPERATOR}: reduction must be one of {', '.join(REDUCTIONS)}; got "
             f"{options.reduction!r}."
         )
-    if not 0 <= options.label_smoothing < 1:
-        raise ArgumentError(
-            f"{OPERATOR}: label_smoothing must be at least 0 and less than 1; got "
-            f"{options.label_smoothing}."
-        )
-    if not options.z_loss >= 0:
-        raise ArgumentError(f"{OPERATOR}: z_loss must be at least 0; got {options.z_loss}.")
-    for name, value in (("vocabulary", options.vocabulary), ("chunk_rows", options.chunk_rows)):
-        if value < 1:
-            raise ArgumentError(f"{OPERATOR}: {name} must be at least 1; got {value}.")
+    rule = f"{OPERATOR}: label_smoothing must be at least 0 and less than 1"
+    label_smoothing = number(rule, options.label_smoothing)
+    if not 0 <= label_smoothing < 1:
+        raise ArgumentError(f"{rule}; got {label_smoothing}.")
+    rule = f"{OPERATOR}: z_loss must be at least 0"
+    z_loss = number(rule, options.z_loss)
+    if not z_loss >= 0:
+        raise ArgumentError(f"{rule}; got {z_loss}.")
+    ignore_index = integer(f"{OPERATOR}: ignore_index must be an integer", options.ignore_index)
+    chunk_rows = at_least_one("chunk_rows", options.chunk_rows)
+    return Options(
+        options.vocabulary, ignore_index, label_smoothing, z_loss, options.reduction,
+        bool(options.sequence_parallel), chunk_rows,
+    )  # fmt: skip
+
+
+def at_least_one(name: str, value: object) -> int:
+    """Return the number of that name as Python's.
+
+    Raises:
+        ArgumentError: It is no integer, or below 1.
+    """
+    rule = f"{OPERATOR}: {name} must be at least 1"
+    count = integer(rule, value)
+    if count < 1:
+        raise ArgumentError(f"{rule}; got {count}.")
+    return count
 
 
 @dataclasses.dataclass(eq=False)

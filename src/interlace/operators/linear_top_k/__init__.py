@@ -30,7 +30,7 @@ from interlace.operators.linear_top_k.call import (
     TopKCall,
     known_call,
     require_columns,
-    validate_numbers,
+    validated_numbers,
 )
 from interlace.registry import Implementation, operator
 
@@ -85,7 +85,7 @@ class LinearTopK(VocabularyOperator):
     ) -> SizedChoice:
         """Return the sizes of a call."""
         rows = len(rows_of(OPERATOR, x, w, bias))
-        validate_numbers(k, world_size * len(w))
+        k, _ = validated_numbers(k, world_size * len(w))
         require_columns(k, len(w))
         return SizedChoice(rows, k, world_size)
 
@@ -151,8 +151,7 @@ def linear_top_k(
         return again
     _, world_size = rank_and_size(group)
     rows = rows_of(OPERATOR, x, w, bias)
-    columns = vocabulary if vocabulary is not None else world_size * len(w)
-    validate_numbers(k, columns)
+    k, columns = validated_numbers(k, world_size * len(w) if vocabulary is None else vocabulary)
     _DECLARATION.validate_options(impl, None)
     result = entrance(OPERATOR)(rows, w, bias, k, columns, default_name(group), impl)
     return _shaped(result, x, k)

@@ -14,6 +14,7 @@ from interlace.comm import Group, group_named, process_group_named
 from interlace.comm.host.agreement import Family
 from interlace.comm.replay.replays import places
 from interlace.errors import ArgumentError
+from interlace.gemm.operands import integer
 from interlace.gemm.vocabulary import VocabularyShard, agree, choose_implementation
 from interlace.registry import Implementation, operator_named
 
@@ -38,14 +39,21 @@ class SizedChoice(NamedTuple):
     world_size: int
 
 
-def validate_numbers(k: int, vocabulary: int) -> None:
-    """Refuse numbers of columns that no rank could choose; see :func:`interlace.linear_top_k`."""
-    if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= MOST_CHOSEN:
-        raise ArgumentError(f"{OPERATOR}: k must be 1 to {MOST_CHOSEN}; got {k!r}.")
-    if not 1 <= vocabulary <= MOST_COLUMNS:
-        raise ArgumentError(
-            f"{OPERATOR}: vocabulary must be 1 to {MOST_COLUMNS}; got {vocabulary}."
-        )
+def validated_numbers(k: object, vocabulary: object) -> tuple[int, int]:
+    """Return both numbers as Python's.
+
+    Raises:
+        ArgumentError: No rank could choose so many columns; see :func:`interlace.linear_top_k`.
+    """
+    rule_of_k = f"{OPERATOR}: k must be 1 to {MOST_CHOSEN}"
+    chosen = integer(rule_of_k, k)
+    if not 1 <= chosen <= MOST_CHOSEN:
+        raise ArgumentError(f"{rule_of_k}; got {chosen}.")
+    rule_of_columns = f"{OPERATOR}: vocabulary must be 1 to {MOST_COLUMNS}"
+    columns = integer(rule_of_columns, vocabulary)
+    if not 1 <= columns <= MOST_COLUMNS:
+        raise ArgumentError(f"{rule_of_columns}; got {columns}.")
+    return chosen, columns
 
 
 def require_columns(k: int, fewest: int) -> None:

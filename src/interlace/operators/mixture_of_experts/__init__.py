@@ -282,7 +282,7 @@ def mixture_of_experts(
         y = _recalled(tensors, world_size, capacity, group, impl, the_activation)
         if y is not None:
             return y
-    validate(*tensors, the_activation, capacity, world_size)
+    capacity = validate(*tensors, the_activation, capacity, world_size)
     _DECLARATION.validate_options(impl, config)
     keeps = _keeps_gradients(x, weights, w_in, w_out, b_in, b_out)
     text = "" if config is None else str(config)

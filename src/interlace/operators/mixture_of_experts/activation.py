@@ -115,5 +115,16 @@ class ExpertActivation:
 
     @classmethod
     def of(cls, activation: str | ExpertActivation) -> ExpertActivation:
-        """Return an activation, which may be given as the word of its kind."""
-        return cls(activation) if isinstance(activation, str) else activation
+        """Return an activation, which may be given as the word of its kind.
+
+        Raises:
+            ArgumentError: It is neither, or there is no such kind.
+        """
+        if isinstance(activation, ExpertActivation):
+            return activation
+        if isinstance(activation, str):
+            return cls(activation)
+        raise ArgumentError(
+            "mixture_of_experts: activation must be a word or an interlace.ExpertActivation; got "
+            f"{type(activation).__name__}."
+        )

@@ -32,6 +32,7 @@ from interlace.gemm.dispatch import recall_key
 from interlace.gemm.operands import (
     FLOAT8,
     FLOATS,
+    integer,
     require_device,
     require_float,
     require_float8,
@@ -74,11 +75,11 @@ def validate(
     w_in_scale: torch.Tensor | None,
     w_out_scale: torch.Tensor | None,
     activation: ExpertActivation,
-    capacity: int | None,
+    capacity: object,
     world_size: int,
-) -> None:
+) -> int | None:
     """Refuse arguments that no rank could compute with; see
-    :func:`interlace.mixture_of_experts` for the rules.
+    :func:`interlace.mixture_of_experts` for the rules. Return the capacity as Python's number.
     """
     require_tensors(
         OPERATOR, ("b_in", "b_out", "w_in_scale", "w_out_scale"), x=x, experts=experts,
@@ -133,14 +134,14 @@ def validate(
         )
     for name, tensor in (("experts", experts), ("weights", weights)):
         require_device(f"{OPERATOR}: {name}", tensor, "x", x.device)
-    if isinstance(capacity, (float, str, bool)):
+    if capacity is None:
+        return None
+    rows = integer(f"{OPERATOR}: capacity must be an integer, or None for no limit", capacity)
+    if rows < 1:
         raise ArgumentError(
-            f"{OPERATOR}: capacity must be an integer, or None for no limit; got {capacity!r}."
+            f"{OPERATOR}: capacity must be positive, or None for no limit; got {rows}."
         )
-    if capacity is not None and capacity < 1:
-        raise ArgumentError(
-            f"{OPERATOR}: capacity must be positive, or None for no limit; got {capacity}."
-        )
+    return rows
 
 
 def _validate_weights(

@@ -296,6 +296,28 @@ def test_gradients(ranks: Any, gradient: str, average: bool, impl: str, world_si
     assert max(ranks(world_size).run(_gradients, gradient, average, impl)) <= 4
 
 
+def _in_place(weighted: bool) -> list[bool]:
+    """Whether gradients are as they are where a new tensor takes the result's place."""
+    # Of one kind and in the order of ranks, so that the result is not put in order first.
+    tables = [EmbeddingTable(name, 8, 4) for name in ("a", "b")]
+    bags = ShardedEmbeddingBags(tables, group=dist.new_group())
+    indices, offsets, weights = Features.draw(tables, 4, seed=5).of_rank(*_rank_and_world_size())
+    gradients = []
+    for inplace in (True, False):
+        scale = weights.clone().requires_grad_() if weighted else None
+        bags.zero_grad()
+        y = torch.nn.functional.relu(bags(indices, offsets, scale), inplace)
+        y.square().sum().backward()
+        gradients.append([each.grad for each in (*bags.parameters(), scale) if each is not None])
+    return [one.equal(other) for one, other in zip(*gradients, strict=True)]
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_results_may_be_modified_in_place(ranks: Any, weighted: bool) -> None:
+    for found in ranks(2).run(_in_place, weighted):
+        assert all(found), found
+
+
 def _weights_learn(tables: tuple[EmbeddingTable, ...], gradient: str) -> tuple[float, Any]:
     """Compare the gradient of this rank's weights with float64 on full tables.
 

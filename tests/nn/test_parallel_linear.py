@@ -95,6 +95,34 @@ def test_two_ranks_match_the_full_layers(
         assert max(errors.values()) < TOLERANCE, errors
 
 
+def _in_place(kind: Any, sequence_parallel: bool, is_invariant: bool) -> list[bool]:
+    """Whether gradients are as they are where a new tensor takes the result's place."""
+    torch.manual_seed(5)
+    layer, found = kind(IN, OUT, sequence_parallel=sequence_parallel), []
+    for shape in ([4], [2, 3], []):
+        if sequence_parallel and not shape:
+            continue
+        gradients = []
+        for inplace in (True, False):
+            x = torch.ones(*shape, layer.weight.shape[1], requires_grad=True)
+            with interlace.batch_invariant(enabled=is_invariant):
+                y = nn.functional.relu(layer(x), inplace)
+                y.square().sum().backward()
+            gradients.append(x.grad)
+        found.append(torch.equal(*gradients))
+    return found
+
+
+@pytest.mark.parametrize("is_invariant", [False, True])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
+def test_results_may_be_modified_in_place(
+    ranks: Any, kind: Any, sequence_parallel: bool, is_invariant: bool
+) -> None:
+    for found in ranks(2).run(_in_place, kind, sequence_parallel, is_invariant):
+        assert all(found), found
+
+
 def _penalty(first: nn.Module, second: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
     """Return the gradients of the squared norm of the gradients of x and of the weights."""
     inputs = [x, first.weight, second.weight]

@@ -68,6 +68,14 @@ def all_replicated(tensors: tuple[torch.Tensor, ...], group_name: str) -> tuple[
     return same
 
 
+def unviewed(x: torch.Tensor) -> torch.Tensor:
+    """Return a tensor over the memory of ``x`` that is no view to autograd, which refuses to modify
+    a view in place that a function of its own returns: ``nn.ReLU(inplace=True)``, say.
+    """
+    same: torch.Tensor = torch.ops.aten._unsafe_view(x, x.shape)
+    return same
+
+
 def summed(x: torch.Tensor, group_name: str) -> torch.Tensor:
     """The sum of the ranks' ``x``, which every rank gets and uses alike, so that its gradient is
     that of each ``x``. Collective.

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from interlace.comm.groups.registration import once_differentiable
+from interlace.gemm.gradients import unviewed
 from interlace.nn.input_distribution import Bags, InputDistribution
 
 
@@ -58,7 +59,7 @@ class _SampleWeights(torch.autograd.Function):
         ctx.save_for_backward(bags.indices, bags.offsets, *tables)
         ctx.sizes, ctx.batch, ctx.columns = bags.sizes, bags.batch, columns
         ctx.distribution, ctx.dtype = distribution, scale.dtype
-        return output.view_as(output)
+        return unviewed(output)
 
     @staticmethod
     @once_differentiable("ShardedEmbeddingBags")
@@ -101,7 +102,7 @@ class _ScaleGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
         ctx.factor = factor
-        return x.view_as(x)
+        return unviewed(x)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:

@@ -18,7 +18,7 @@ from interlace.comm import default_name, rank_and_size, require_same_ranks
 from interlace.comm.groups.registration import entrance
 from interlace.errors import ArgumentError
 from interlace.gemm import invariance
-from interlace.gemm.gradients import replicated
+from interlace.gemm.gradients import replicated, unviewed
 from interlace.gemm.operands import require_tensor
 from interlace.nn.autocast import operands
 from interlace.nn.shard_holder import ShardHolder, gathering, is_gathering, undistributed
@@ -396,7 +396,8 @@ class _ReplicatedLinear(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(x, w)
         ctx.group_name, ctx.impl = group_name, impl
-        return _product(x, w, bias)
+        # With a bias, torch's product of more than two dimensions is a view of one of two.
+        return unviewed(_product(x, w, bias))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:

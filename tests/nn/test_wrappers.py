@@ -277,6 +277,38 @@ class _Double(nn.Module):
         return 2 * weight
 
 
+def _swapped() -> list[str]:
+    """What does not count all ranks' shards once a state dict was loaded by swapping tensors."""
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        tables = [EmbeddingTable(name, 4, 4) for name in ("a", "b")]
+        layers: dict[str, tuple[nn.Module, Callable[[Any], torch.Tensor]]] = {
+            "columns": (ColumnParallelLinear(4, 6), lambda layer: layer(torch.ones(3, 4))),
+            "experts": (MoE(4, 4, 4), lambda layer: layer(torch.ones(3, 4))[0]),
+            "tables": (
+                ShardedEmbeddingBags(tables),
+                lambda layer: layer(torch.ones(4, dtype=torch.int64), torch.arange(5)),
+            ),
+        }
+        wrong = []
+        for name, (layer, call) in layers.items():
+            call(layer).square().sum().backward()
+            before = get_total_norm([parameter.grad for parameter in layer.parameters()])
+            layer.zero_grad()
+            layer.load_state_dict(layer.state_dict())
+            call(layer).square().sum().backward()
+            after = get_total_norm([parameter.grad for parameter in layer.parameters()])
+            if not torch.allclose(before, after):
+                wrong.append(name)
+        return wrong
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+def test_shards_that_a_state_dict_swaps(ranks: Any) -> None:
+    assert ranks(2).run(_swapped) == [[], []]
+
+
 def _computed() -> dict[str, Any]:
     """Facts about parameters that are computed from parts."""
     up, experts, pruned = ColumnParallelLinear(4, 8), MoE(4, 4, 2, 1), ColumnParallelLinear(4, 8)

@@ -67,6 +67,11 @@ class ShardHolder(GroupMember, nn.Module):
         self._mark(*self._sharded())
         return result
 
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+        # Tensors that torch swaps, as torch.__future__ has a switch for, swap their classes.
+        self._mark(*self._sharded())
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._mark(*self._sharded())

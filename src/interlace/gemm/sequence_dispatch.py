@@ -102,7 +102,7 @@ def _decide(
         {"the_rows_of_each_rank": rows},
         operands.rows,
         lambda: choose().packed(),
-        for_all_rows=len({*rows}) == 1,
+        for_all_rows=len(rows) == world_size and len({*rows}) == 1,
     )
     operator.check(operands, rows, columns, rank, world_size)
     operands.require_supported(operator.name, takes_float8=False)

@@ -94,3 +94,9 @@ def test_what_is_refused() -> None:
     assert repr(layer).startswith("UlyssesAttention(\n  heads=4, kv_heads=4, head_dim=3")
     with pytest.raises(ArgumentError, match=r"x must be \[S_s, ..., 12\]; got shape \[3, 5\]"):
         layer(torch.ones(3, 5))
+    with pytest.raises(ArgumentError, match="UlyssesAttention: splits must be a list of rows"):
+        layer(torch.ones(3, WIDTH), splits=3)  # type: ignore[arg-type]
+    with pytest.raises(
+        ArgumentError, match=r"UlyssesAttention: splits must hold integers; got 3\.0"
+    ):
+        layer(torch.ones(3, WIDTH), splits=[3.0])  # type: ignore[list-item]

@@ -12,6 +12,7 @@ from torch import nn
 from interlace.comm import rank_and_size, require_same_ranks
 from interlace.errors import ArgumentError
 from interlace.gemm.operands import require_tensor
+from interlace.gemm.splits import validated_list
 from interlace.nn.autocast import operands
 from interlace.nn.group_member import GroupMember
 from interlace.operators.all_to_all_gemm import all_to_all_gemm
@@ -109,6 +110,11 @@ class UlyssesAttention(GroupMember, nn.Module):
             x: ``[S_s, ..., H]``: this rank's tokens, the sequence first.
             splits: Tokens of each rank, the same list on every rank. Default: all ranks have as
                 many as this one.
+
+        Raises:
+            ArgumentError: x has another shape, dtype or device than the layer takes, or the splits
+                do not fit.
+            GroupError: The layer's process group was destroyed or replaced.
         """
         name = type(self).__name__
         require_tensor(f"{name}: x", x)
@@ -116,6 +122,7 @@ class UlyssesAttention(GroupMember, nn.Module):
             raise ArgumentError(
                 f"{name}: x must be [S_s, ..., {self.qkv.in_features}]; got shape {list(x.shape)}."
             )
+        splits = validated_list(name, "splits", splits)
         require_same_ranks(name, self.group, self.rank, self.world_size)
         samples = x.shape[1:-1].numel()
         rows = None if splits is None else [samples * count for count in splits]

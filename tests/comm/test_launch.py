@@ -319,6 +319,12 @@ def test_an_argument_that_cannot_be_pickled_is_an_error_before_any_rank_starts()
             "launch: world_size must be a whole number, at least 1; got 0.",
         ),
         (
+            True,
+            "cpu",
+            ArgumentError,
+            "launch: world_size must be a whole number, at least 1; got True.",
+        ),
+        (
             "2",
             "cpu",
             ArgumentError,

@@ -87,6 +87,7 @@ def _mappings():
 
 
 def _lifetime():
+    gc.collect()  # of earlier tests, whose mappings would go while this one counts
     before = _mappings()
     sym = interlace.empty_symmetric((1000,), dtype=torch.float32)
     with_tensor = _mappings()

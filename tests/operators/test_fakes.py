@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 import interlace
 from interlace import ArgumentError, GroupError
+from interlace.registry import Operator, operators
 from tests.nodes.groups import process_group_of
 
 OPS = torch.ops.interlace
@@ -188,6 +189,10 @@ def _calls_of_tables(group: dist.ProcessGroup) -> Iterator[Callable[[], Any]]:
         )
 
 
+def _is_ours(declaration: Operator) -> bool:
+    return type(declaration).__module__.startswith("interlace.")
+
+
 def _compared(nodes: int) -> tuple[list[str], set[str], set[str], list[str]]:
     """On a rank: fakes that are wrong, the operators that ran, all there are, and refusals."""
     refusals: list[str] = []
@@ -200,8 +205,13 @@ def _compared(nodes: int) -> tuple[list[str], set[str], set[str], list[str]]:
                 continue
             if results:
                 torch.autograd.backward([each.sum() for each in results])
+    names = [name.partition("::") for name in torch._C._dispatch_get_all_op_names()]
+    # Tests of operators of other packages may have run in these processes.
+    others = [name for name, it in operators().items() if not _is_ours(it)]
     defined = {
-        name for name in torch._C._dispatch_get_all_op_names() if name.startswith("interlace::")
+        "::".join((library, name))
+        for library, _, name in names
+        if library == "interlace" and not name.startswith(tuple(others))
     }
     return compared.wrong, compared.seen, defined, refusals
 

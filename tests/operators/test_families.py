@@ -80,9 +80,14 @@ def _heads(size: int, group: dist.ProcessGroup, impl: str) -> torch.Tensor:
     return torch.cat([z.detach(), x.grad])
 
 
+def _without_columns(size: int, group: dist.ProcessGroup, impl: str) -> torch.Tensor:
+    x, w = torch.ones(size, _HIDDEN), torch.ones(0, _HIDDEN)
+    return interlace.all_gather_gemm(x, w, group=group, impl=impl)
+
+
 _CALLS: dict[str, Callable[[int, dist.ProcessGroup, str], torch.Tensor]] = {
     "experts": _experts, "tables": _tables, "products": _products, "loss": _loss,
-    "columns": _columns, "heads": _heads,
+    "columns": _columns, "heads": _heads, "without columns": _without_columns,
 }  # fmt: skip
 
 
@@ -131,6 +136,7 @@ def _different_sizes(kind: str, impl: str) -> tuple[str, dict[str, Any]]:
         ("experts", "fused"), ("experts", "unfused"), ("tables", "fused"), ("tables", "pooled"),
         ("tables", "unfused"), ("products", ""), ("loss", "fused"), ("loss", "unfused"),
         ("columns", "fused"), ("columns", "unfused"), ("heads", "fused"), ("heads", "unfused"),
+        ("without columns", "fused"),
     ],
 )  # fmt: skip
 def test_different_sizes_are_found(ranks: Any, kind: str, impl: str) -> None:

@@ -88,7 +88,8 @@ def launch(
     """
     if not callable(worker):
         raise ArgumentError(f"launch: worker must be a function; got {worker!r}.")
-    if not isinstance(world_size, numbers.Integral) or world_size < 1:
+    is_count = isinstance(world_size, numbers.Integral) and not isinstance(world_size, bool)
+    if not is_count or world_size < 1:
         raise ArgumentError(
             f"launch: world_size must be a whole number, at least 1; got {world_size!r}."
         )

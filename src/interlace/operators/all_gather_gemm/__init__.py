@@ -24,6 +24,7 @@ from interlace.gemm.implementations.unfused import UNFUSED
 from interlace.gemm.operands import FLOATS, Operands, require_tensor
 from interlace.gemm.operator import GemmOperator, Splits
 from interlace.gemm.splits import check_sum
+from interlace.mapped.meeting import compare_once
 from interlace.operators.all_gather_gemm import fused, reference
 from interlace.registry import Implementation, operator
 from interlace.tuning.configuration import between
@@ -124,6 +125,8 @@ class AllGatherGemm(GemmOperator):
     def run_empty(self, call: GemmCall) -> Pair:
         """Return the product without elements, and the gathered x, which may have some."""
         call.group.check()
+        # The gathered x may have rows, which the stock collective would not compare.
+        compare_once(call.group, call.family, self.name, call.operands.rows)
         return self.run_unfused(call)
 
     def run_unfused(self, call: GemmCall) -> Pair:

@@ -136,11 +136,12 @@ def linear_cross_entropy(
 
     Raises:
         ArgumentError: shapes, dtypes, devices or numbers do not fit.
-        RankMismatchError: ranks differ in sizes, dtype, options or impl; raised on every rank.
+        RankMismatchError: ranks differ in sizes, dtype, options or impl; raised on every rank. Rows
+            are compared at the first such call.
         GroupError: the group is too large.
-        PeerTimeoutError: a peer did not make this call before the group's deadline. On CUDA the
-            kernel ends, the loss is NaN, and the next call on the group, or
-            :func:`interlace.synchronize`, raises.
+        PeerTimeoutError: a peer did not make this call before the group's deadline, or with another
+            number of rows. On CUDA the kernel ends, the loss is NaN, and the next call on the
+            group, or :func:`interlace.synchronize`, raises.
 
     Example:
         >>> # x [8192, 4096], w [128256 / R, 4096], target [8192]

@@ -136,11 +136,12 @@ def linear_top_k(
 
     Raises:
         ArgumentError: shapes, dtypes, devices or numbers do not fit.
-        RankMismatchError: ranks differ in sizes, dtype, k or impl; raised on every rank.
+        RankMismatchError: ranks differ in sizes, dtype, k or impl; raised on every rank. Rows are
+            compared at the first such call.
         GroupError: the group is too large.
-        PeerTimeoutError: a peer did not make this call before the group's deadline. On CUDA the
-            kernel ends, values are NaN and columns -1, and the next call on the group, or
-            :func:`interlace.synchronize`, raises.
+        PeerTimeoutError: a peer did not make this call before the group's deadline, or with another
+            number of rows. On CUDA the kernel ends, values are NaN and columns -1, and the next
+            call on the group, or :func:`interlace.synchronize`, raises.
 
     Example:
         >>> # x [8, 4096], w [128256 / R, 4096]
